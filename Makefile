@@ -1,0 +1,118 @@
+# Two commands: `make demo` and `make test`.  Each does all its own set-up, once, and a second run starts at once.
+# Needed beforehand: Python >= 3.11 with venv, a C and C++ compiler, CMake >= 3.21, make, bash.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+BUILD := build
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+# An abort in ggml otherwise starts a debugger, and waits for it.
+export GGML_NO_BACKTRACE := 1
+
+TOOLS_READY := $(VENV)/.tools-ready
+LLAMA_READY := $(VENV)/.llama-ready
+PROJECT_READY := $(VENV)/.project-ready
+
+.PHONY: help setup demo test test-python test-native test-slow sanitize lint format clean
+
+help:
+	@echo "make demo      several sessions on one model, proven isolated (builds a tiny model itself)"
+	@echo "make test      all default tests: Python, then native"
+	@echo "make test-slow the long ones too"
+	@echo "make lint      ruff, flake8-async, mypy"
+	@echo "make format    let ruff rewrite"
+	@echo "make sanitize  native tests under AddressSanitizer and UBSan"
+	@echo "make clean     remove everything made here, the virtual environment too"
+
+setup: $(PROJECT_READY)
+
+$(TOOLS_READY): constraints.txt
+	@[ -n "$(PYTHON)" ] || { echo "Python >= 3.11 with venv is needed: none was found"; exit 1; }
+	@command -v cmake >/dev/null || { echo "CMake is needed: none was found"; exit 1; }
+	@echo "==> virtual environment in $(VENV)"
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	@$(PIP_INSTALL) scikit-build-core ninja
+	@touch $@
+
+# By far the longest step, so it is done on its own, and says how far it is.
+$(LLAMA_READY): $(TOOLS_READY)
+	@mkdir -p $(BUILD)
+	@if $(BIN)/python -c 'import importlib.metadata as m, re, sys; \
+		pin = re.search(r"(?m)^llama-cpp-python==(.+)$$", open("constraints.txt").read())[1]; \
+		sys.exit(m.version("llama-cpp-python") != pin)' 2>/dev/null; then :; else \
+		echo "==> building llama.cpp (once; 3 to 8 minutes on two cores; log: $(BUILD)/llama-cpp-python.log)"; \
+		CMAKE_ARGS="$${CMAKE_ARGS:-} -DLLAVA_BUILD=OFF -DLLAMA_OPENSSL=OFF" \
+		$(BIN)/python -m pip install --verbose --disable-pip-version-check -c constraints.txt llama-cpp-python 2>&1 \
+		| tee $(BUILD)/llama-cpp-python.log \
+		| awk 'match($$0, /\[[0-9]+\/[0-9]+\]/) { split(substr($$0, RSTART + 1, RLENGTH - 2), n, "/"); \
+			p = int(10 * n[1] / n[2]); if (p > last) { last = p; printf "    %d %%\n", 10 * p; fflush() } }' \
+		|| { tail -n 40 $(BUILD)/llama-cpp-python.log; exit 1; }; \
+	fi
+	@touch $@
+
+# Editable: the modules are read from src, the compiled part lies in site-packages.  Only the compiled part, the
+# metadata and the list of modules call for a new installation.
+$(BUILD)/modules.txt: FORCE
+	@mkdir -p $(BUILD)
+	@find src -name '*.py' | LC_ALL=C sort > $@.new; cmp -s $@.new $@ && rm $@.new || mv $@.new $@
+.PHONY: FORCE
+FORCE:
+
+$(PROJECT_READY): $(LLAMA_READY) pyproject.toml README.md $(BUILD)/modules.txt native/CMakeLists.txt \
+		$(wildcard native/src/* native/include/*)
+	@echo "==> installing hotkv-trio"
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[cli,test]'
+	@touch $@
+
+demo: setup
+	@$(BIN)/hotkv-trio demo
+
+test: test-python test-native
+
+test-python: setup
+	@$(BIN)/python -W error -X dev -m pytest
+
+test-slow: setup
+	@$(BIN)/python -W error -X dev -m pytest -m 'not real_model'
+
+# $(1): folder, $(2): further CMake settings
+define native_tests
+	@cmake -S native -B $(BUILD)/$(1) -DCMAKE_BUILD_TYPE=RelWithDebInfo -DHOTKV_TESTS=ON \
+		-DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" $(2) > $(BUILD)/$(1)-configure.log \
+		|| { cat $(BUILD)/$(1)-configure.log; exit 1; }
+	@cmake --build $(BUILD)/$(1) > $(BUILD)/$(1)-build.log || { cat $(BUILD)/$(1)-build.log; exit 1; }
+	@ctest --test-dir $(BUILD)/$(1) --output-on-failure --no-tests=error
+endef
+
+test-native: setup | test-python
+	$(call native_tests,native,)
+
+sanitize: setup
+	$(call native_tests,native-sanitize,-DHOTKV_SANITIZE=ON)
+
+# ASYNC124 and 910-913 hold for the library: everything async checkpoints.  A test may be async without need.
+ASYNC_STARTABLE := serve_session
+lint: setup
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@find src -name '*.py' | xargs $(BIN)/flake8-async --enable ASYNC --disable= \
+		--startable-in-context-manager $(ASYNC_STARTABLE)
+	@find tests evidence docs -name '*.py' 2>/dev/null | xargs $(BIN)/flake8-async --enable ASYNC \
+		--disable ASYNC124,ASYNC910,ASYNC911,ASYNC912,ASYNC913 --startable-in-context-manager $(ASYNC_STARTABLE)
+	@$(BIN)/mypy
+
+format: setup
+	@$(BIN)/ruff check --fix --exit-zero --quiet
+	@$(BIN)/ruff format
+
+clean:
+	rm -rf $(VENV) $(BUILD) dist docs/_build .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find src tests -name __pycache__ -prune -exec rm -rf {} +
