@@ -173,7 +173,7 @@ def row_bytes(kind: GGMLQuantizationType, length: int) -> int:
     block, size = GGML_QUANT_SIZES[kind]
     if length % block:
         raise InvalidInput(f"a row of {length} elements is not a whole number of {kind.name} blocks of {block}")
-    return length // block * size
+    return int(length // block * size)
 
 
 def padded(n_bytes: int, alignment: int) -> int:
@@ -259,7 +259,9 @@ class _Header:
     def take(self, n_bytes: int, what: str) -> bytes:
         offset = self.file.tell()
         if n_bytes > self.size - offset:
-            raise self.fail(f"truncated or damaged: {what} at byte {offset} needs {n_bytes}, the file ends at {self.size}")
+            raise self.fail(
+                f"truncated or damaged: {what} at byte {offset} needs {n_bytes}, the file ends at {self.size}"
+            )
         data = self.file.read(n_bytes)
         if len(data) != n_bytes:
             raise self.fail(f"truncated while it was read, in {what} at byte {offset}")
