@@ -40,13 +40,16 @@ _WHY = {
 
 
 class _Ggml(ctypes.Structure):
-    """``hotkv_tap_ggml``: what is to be known of a tensor is asked through these functions."""
+    """``hotkv_tap_ggml``: what is to be known of a tensor is asked through these functions.
+
+    Called from Python, those that only look something up keep the GIL: they run for every node of the graph.
+    """
 
     _fields_ = (
-        ("ggml_get_name", ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p)),
-        ("ggml_nbytes", ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_void_p)),
-        ("ggml_element_size", ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_void_p)),
-        ("ggml_is_contiguous", ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)),
+        ("ggml_get_name", ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p)),
+        ("ggml_nbytes", ctypes.PYFUNCTYPE(ctypes.c_size_t, ctypes.c_void_p)),
+        ("ggml_element_size", ctypes.PYFUNCTYPE(ctypes.c_size_t, ctypes.c_void_p)),
+        ("ggml_is_contiguous", ctypes.PYFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)),
         (
             "ggml_backend_tensor_get",
             ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t),
@@ -70,7 +73,7 @@ def native_path() -> Path | None:
 
 
 @functools.cache
-def _native_library() -> ctypes.CDLL:
+def _native_library() -> ctypes.PyDLL:
     """Load the native library.
 
     Raises:
@@ -79,7 +82,7 @@ def _native_library() -> ctypes.CDLL:
     path = native_path()
     if path is None:
         raise OSError("the native tap was not built")
-    library = ctypes.CDLL(str(path))
+    library = ctypes.PyDLL(str(path))
     if (abi := library.hotkv_tap_abi()) != ABI:
         raise OSError(f"the native tap has ABI {abi}, and {ABI} is needed")
     library.hotkv_tap_create.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.POINTER(_Ggml)]
