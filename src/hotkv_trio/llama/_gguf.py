@@ -21,7 +21,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from hotkv_trio._errors import InvalidInput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 MAGIC: Final = b"GGUF"
 VERSION: Final = 3
@@ -30,6 +30,8 @@ MAX_DIMS: Final = 4
 MAX_TENSOR_NAME: Final = 63
 MAX_COUNT: Final = 1 << 30
 """Entries in an array, and bytes in a string: llama.cpp's own limits."""
+CHUNK: Final = 4 << 20
+"""Bytes of a tensor read at once."""
 ALIGNMENT_KEY: Final = "general.alignment"
 
 _SCALARS: Final[Mapping[GGUFValueType, str]] = {
@@ -199,6 +201,30 @@ def encode_header(
         offset += padded(row_bytes(kind, shape[0]) * math.prod(shape[1:]), alignment)
     out.write(bytes(padded(out.tell(), alignment) - out.tell()))
     return out.getvalue()
+
+
+def tensor_chunks(tensor: TensorInfo) -> Iterator[bytes]:
+    """Yield a tensor's bytes, a few megabytes at a time, by plain reads: memory stays flat, and so does its account.
+
+    Raises:
+        InvalidInput: the file ends before the tensor does, or cannot be read.
+    """
+    try:
+        yield from _chunks(tensor)
+    except OSError as error:
+        raise InvalidInput(f"{tensor.path}: {error.strerror or error}") from error
+
+
+def _chunks(tensor: TensorInfo) -> Iterator[bytes]:
+    left = tensor.n_bytes
+    with tensor.path.open("rb", buffering=0) as file:
+        file.seek(tensor.offset)
+        while left:
+            chunk = file.read(min(left, CHUNK))
+            if not chunk:
+                raise InvalidInput(f"{tensor.path}: truncated: {left} bytes of tensor {tensor.name!r} are missing")
+            left -= len(chunk)
+            yield chunk
 
 
 def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
