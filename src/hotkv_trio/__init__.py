@@ -1,0 +1,30 @@
+"""Hot KV caches of a language model's shard: one isolated session a scope, on trio and llama.cpp."""
+
+from hotkv_trio._engine import Append as Append
+from hotkv_trio._engine import Engine as Engine
+from hotkv_trio._engine import EngineInfo as EngineInfo
+from hotkv_trio._errors import BudgetExceeded as BudgetExceeded
+from hotkv_trio._errors import CacheMiss as CacheMiss
+from hotkv_trio._errors import ContextFull as ContextFull
+from hotkv_trio._errors import EngineFailed as EngineFailed
+from hotkv_trio._errors import HotKVError as HotKVError
+from hotkv_trio._errors import InvalidInput as InvalidInput
+from hotkv_trio._errors import MissReason as MissReason
+from hotkv_trio._errors import PositionMismatch as PositionMismatch
+from hotkv_trio._errors import RecipeMismatch as RecipeMismatch
+from hotkv_trio._errors import RuntimeClosed as RuntimeClosed
+from hotkv_trio._errors import SessionExists as SessionExists
+from hotkv_trio._errors import StaleEpoch as StaleEpoch
+from hotkv_trio._errors import TruncateUnsupported as TruncateUnsupported
+from hotkv_trio._keys import SessionKey as SessionKey
+from hotkv_trio._limiter import KVLimiter as KVLimiter
+from hotkv_trio._limiter import KVLimiterStatistics as KVLimiterStatistics
+from hotkv_trio._owner import Executor as Executor
+from hotkv_trio._owner import OwnerThread as OwnerThread
+from hotkv_trio._recipe import CacheRecipe as CacheRecipe
+from hotkv_trio._runtime import Runtime as Runtime
+from hotkv_trio._runtime import open_runtime as open_runtime
+from hotkv_trio._session import Session as Session
+from hotkv_trio._session import StepResult as StepResult
+from hotkv_trio._statistics import RuntimeStatistics as RuntimeStatistics
+from hotkv_trio._statistics import SessionStatistics as SessionStatistics

@@ -1,0 +1,230 @@
+"""Scheduler: one task that turns waiting work into native calls, and results into answers.
+
+Each turn of its loop is a round (see `_plan`).  Before a round is formed, every session that is ready has had the
+chance to join it: the scheduler yields until a pass of trio's run loop brings nothing new.  Only then, when what is
+idle is truly idle, are sessions evicted to make room.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import attrs
+import outcome
+import trio
+
+from hotkv_trio._errors import EngineFailed, HotKVError, InvalidInput, RuntimeClosed
+from hotkv_trio._owner import Executor, call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from hotkv_trio._engine import Append, Engine, Rows
+    from hotkv_trio._plan import Call, Plan, Work
+
+_QUIET_PASSES = 2
+"""Passes without an arrival after which everybody has had the chance to join."""
+_PATIENT_PASSES = 6
+"""The same while a session of the previous round is missing: its caller may hand results on through other tasks."""
+
+
+@attrs.define(eq=False)
+class Ticket:
+    """One caller's wait for its work."""
+
+    work: Work
+    task: trio.lowlevel.Task
+    raise_cancel: Callable[[], object] | None = None
+    """Set when the caller was cancelled while its work ran."""
+    error: HotKVError | None = None
+    """What the caller gets instead of a result."""
+    kept: bool = True
+    """After a failed call: the slot holds what it held before this work, and nothing else."""
+
+
+@attrs.frozen
+class Failure:
+    """A native call that failed, and which members' slots were put back as they were before their work."""
+
+    error: HotKVError
+    kept: list[bool]
+
+
+def process(engine: Engine, group: Sequence[Append], starts: Sequence[int]) -> list[Rows] | Failure:
+    """Make one native call (on the owner thread); if it fails, put each member's slot back to where its work began."""
+    try:
+        return engine.process(group)
+    except (EngineFailed, InvalidInput) as exc:
+        error: HotKVError = exc
+    except Exception as exc:  # noqa: BLE001 - whatever an engine raises, its neighbours go on
+        error = EngineFailed(None, f"{type(exc).__name__}: {exc}")
+    kept = [cut(engine, append.slot, start) for append, start in zip(group, starts, strict=True)]
+    return Failure(error, kept)
+
+
+def truncate(engine: Engine, slot: int, length: int) -> bool:
+    """Truncate (on the owner thread); return whether the slot now holds exactly ``length`` tokens.
+
+    Raises:
+        EngineFailed: the engine raised, whatever it was.
+    """
+    try:
+        return engine.truncate(slot, length) and engine.length(slot) == length
+    except EngineFailed:
+        raise
+    except Exception as exc:
+        raise EngineFailed(None, f"{type(exc).__name__}: {exc}") from exc
+
+
+def clear(engine: Engine, slot: int) -> None:
+    """Empty the slot (on the owner thread).
+
+    Raises:
+        EngineFailed: it cannot be proven clean.
+    """
+    engine.clear(slot)
+    if left := engine.length(slot):
+        raise EngineFailed(None, f"slot {slot} holds {left} tokens after it was cleared")
+
+
+def cut(engine: Engine, slot: int, length: int) -> bool:
+    """Truncate (on the owner thread); a failure counts as a slot that could not be cut."""
+    try:
+        return truncate(engine, slot, length)
+    except EngineFailed:
+        return False
+
+
+@attrs.define(eq=False)
+class Scheduler:
+    """Queued work in, native calls out."""
+
+    engine: Engine
+    executor: Executor
+    plan: Plan
+    count_hot: Callable[[], int]
+    """How many sessions could have work queued."""
+    make_room: Callable[[], None]
+    """Evicts what is needed; called when idle sessions are truly idle."""
+    native_calls: int = attrs.field(default=0, init=False)
+    tokens_prefilled: int = attrs.field(default=0, init=False)
+    tokens_decoded: int = attrs.field(default=0, init=False)
+    _parked: trio.lowlevel.Task | None = attrs.field(default=None, init=False)
+    _room_wanted: bool = attrs.field(default=False, init=False)
+
+    def want_room(self) -> None:
+        """Have `make_room` called soon."""
+        self._room_wanted = True
+        self._wake()
+
+    async def perform(self, ticket: Ticket) -> None:
+        """Queue the ticket's work and return once it is appended.
+
+        After `trio.Cancelled`, or when the ticket's error is raised, no native call for the work runs or will run;
+        ``work.done`` tokens of it may have been appended, which the caller has to cut back.
+        """
+        self.plan.add(ticket.work)
+        self._wake()
+
+        def abort(raise_cancel: Callable[[], object]) -> trio.lowlevel.Abort:
+            if ticket.work.running:
+                ticket.raise_cancel = raise_cancel
+                return trio.lowlevel.Abort.FAILED
+            self.plan.withdraw(ticket.work)
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        await trio.lowlevel.wait_task_rescheduled(abort)
+        if ticket.error is not None:
+            raise ticket.error
+        if ticket.work.left and ticket.raise_cancel is not None:
+            ticket.raise_cancel()
+
+    def fence(self, ticket: Ticket, error: HotKVError) -> None:
+        """Make the work's caller get ``error``: at once if it is queued, after the native call if it runs."""
+        ticket.error = error
+        if ticket.work.slot in self.plan and not ticket.work.running:
+            self.plan.withdraw(ticket.work)
+            self._answer(ticket)
+
+    async def run(self) -> None:
+        """Serve until cancelled; a native call under way is waited for."""
+        previous: set[int] = set()
+        while True:
+            while not self.plan and not self._room_wanted:
+                await self._park()
+            await self._gather(previous)
+            if self._room_wanted:
+                self._room_wanted = False
+                self.make_room()
+            previous = set()
+            for planned in self.plan.decodes():
+                previous.update(work.slot for work in planned.works)
+                await self._step(planned)
+            chunk = self.plan.prefill()
+            if chunk is not None:
+                previous.update(work.slot for work in chunk.works)
+                await self._step(chunk)
+
+    async def _gather(self, previous: set[int]) -> None:  # noqa: ASYNC910
+        quiet = 0
+        while len(self.plan) < self.count_hot():
+            missing = any(slot not in self.plan for slot in previous)
+            if quiet >= (_PATIENT_PASSES if missing else _QUIET_PASSES):
+                return  # noqa: ASYNC910
+            seen = self.plan.arrivals
+            await trio.lowlevel.checkpoint()
+            quiet = 0 if self.plan.arrivals != seen else quiet + 1
+
+    async def _step(self, planned: Call) -> None:
+        if not self.plan.begin(planned):
+            return  # noqa: ASYNC910
+        starts = [work.start for work in planned.works]
+        try:
+            result = await call(self.executor, partial(process, self.engine, planned.group, starts))
+        except BaseException as exc:
+            # Not an error of the engine's but an end of its thread (SystemExit, say): nothing is served any more.
+            for work in planned.works:
+                work.running = False
+                work.owner.error = RuntimeClosed(f"{type(exc).__name__} in a native call: {exc}")
+                work.owner.kept = False
+                self._answer(work.owner)
+            raise
+        self.native_calls += 1
+        if isinstance(result, Failure):
+            for work, kept in zip(planned.works, result.kept, strict=True):
+                work.running = False
+                ticket: Ticket = work.owner
+                ticket.kept = kept
+                # A copy for each: one error raised in several tasks would gather all their tracebacks.
+                ticket.error = ticket.error or attrs.evolve(result.error)
+                self._answer(ticket)
+            return
+        complete = self.plan.finish(planned, result)
+        for work in planned.works:
+            if work.is_single:
+                self.tokens_decoded += 1
+            else:
+                self.tokens_prefilled += planned.n_tokens
+            ticket = work.owner
+            if work in complete or ticket.error is not None or ticket.raise_cancel is not None:
+                self._answer(ticket)
+            else:
+                self.plan.add(work)
+
+    def _answer(self, ticket: Ticket) -> None:
+        trio.lowlevel.reschedule(ticket.task, outcome.Value(None))
+
+    async def _park(self) -> None:
+        self._parked = trio.lowlevel.current_task()
+
+        def abort(_raise_cancel: object) -> trio.lowlevel.Abort:
+            self._parked = None
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        await trio.lowlevel.wait_task_rescheduled(abort)
+
+    def _wake(self) -> None:
+        if self._parked is not None:
+            task, self._parked = self._parked, None
+            trio.lowlevel.reschedule(task)
