@@ -1,0 +1,5 @@
+"""Tools for testing what embeds hotkv-trio, and hotkv-trio itself.  Nothing in the package imports this."""
+
+from hotkv_trio._owner import InlineExecutor as InlineExecutor
+from hotkv_trio.llama._tiny_gguf import build_tiny_gguf as build_tiny_gguf
+from hotkv_trio.testing._fake_engine import FakeEngine as FakeEngine
