@@ -48,7 +48,7 @@ $(LLAMA_READY): $(TOOLS_READY)
 	@if $(BIN)/python -c 'import importlib.metadata as m, re, sys; \
 		pin = re.search(r"(?m)^llama-cpp-python==(.+)$$", open("constraints.txt").read())[1]; \
 		sys.exit(m.version("llama-cpp-python") != pin)' 2>/dev/null; then :; else \
-		echo "==> building llama.cpp (once; 3 to 8 minutes on two cores; log: $(BUILD)/llama-cpp-python.log)"; \
+		echo "==> building llama.cpp (once; some minutes on two cores; log: $(BUILD)/llama-cpp-python.log)"; \
 		CMAKE_ARGS="$${CMAKE_ARGS:-} -DLLAVA_BUILD=OFF -DLLAMA_OPENSSL=OFF" \
 		$(BIN)/python -m pip install --verbose --disable-pip-version-check -c constraints.txt llama-cpp-python 2>&1 \
 		| tee $(BUILD)/llama-cpp-python.log \
@@ -58,16 +58,8 @@ $(LLAMA_READY): $(TOOLS_READY)
 	fi
 	@touch $@
 
-# Editable: the modules are read from src, the compiled part lies in site-packages.  Only the compiled part, the
-# metadata and the list of modules call for a new installation.
-$(BUILD)/modules.txt: FORCE
-	@mkdir -p $(BUILD)
-	@find src -name '*.py' | LC_ALL=C sort > $@.new; cmp -s $@.new $@ && rm $@.new || mv $@.new $@
-.PHONY: FORCE
-FORCE:
-
-$(PROJECT_READY): $(LLAMA_READY) pyproject.toml README.md $(BUILD)/modules.txt native/CMakeLists.txt \
-		$(wildcard native/src/* native/include/*)
+# Editable: the modules are read from src, and only the compiled part lies in site-packages.
+$(PROJECT_READY): $(LLAMA_READY) pyproject.toml native/CMakeLists.txt $(wildcard native/src/* native/include/*)
 	@echo "==> installing hotkv-trio"
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[cli,test]'
 	@touch $@
@@ -75,7 +67,9 @@ $(PROJECT_READY): $(LLAMA_READY) pyproject.toml README.md $(BUILD)/modules.txt n
 demo: setup
 	@$(BIN)/hotkv-trio demo
 
-test: test-python test-native
+test: setup
+	@$(MAKE) --no-print-directory test-python
+	@$(MAKE) --no-print-directory test-native
 
 test-python: setup
 	@$(BIN)/python -W error -X dev -m pytest
@@ -92,14 +86,14 @@ define native_tests
 	@ctest --test-dir $(BUILD)/$(1) --output-on-failure --no-tests=error
 endef
 
-test-native: setup | test-python
+test-native: setup
 	$(call native_tests,native,)
 
 sanitize: setup
 	$(call native_tests,native-sanitize,-DHOTKV_SANITIZE=ON)
 
 # ASYNC124 and 910-913 hold for the library: everything async checkpoints.  A test may be async without need.
-ASYNC_STARTABLE := serve_session
+ASYNC_STARTABLE := serve,serve_session,_shielded,_keep,_serve
 lint: setup
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
