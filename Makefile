@@ -21,13 +21,14 @@ TOOLS_READY := $(VENV)/.tools-ready
 LLAMA_READY := $(VENV)/.llama-ready
 PROJECT_READY := $(VENV)/.project-ready
 
-.PHONY: help setup demo test test-python test-native test-slow sanitize lint format clean
+.PHONY: help setup demo test test-python test-native test-slow sanitize lint evidence format clean
 
 help:
 	@echo "make demo      several sessions on one model, proven isolated (builds a tiny model itself)"
 	@echo "make test      all default tests: Python, then native"
 	@echo "make test-slow the long ones too"
 	@echo "make lint      ruff, flake8-async, mypy"
+	@echo "make evidence  re-run and re-write the acceptance record"
 	@echo "make format    let ruff rewrite"
 	@echo "make sanitize  native tests under AddressSanitizer and UBSan"
 	@echo "make clean     remove everything made here, the virtual environment too"
@@ -102,6 +103,10 @@ lint: setup
 	@find tests evidence docs -name '*.py' 2>/dev/null | xargs $(BIN)/flake8-async --enable ASYNC \
 		--disable ASYNC124,ASYNC910,ASYNC911,ASYNC912,ASYNC913 --startable-in-context-manager $(ASYNC_STARTABLE)
 	@$(BIN)/mypy
+
+# Real models are those in the folder HOTKV_MODELS, if it is set.
+evidence: setup
+	@$(BIN)/python evidence/DGR-007/record.py
 
 format: setup
 	@$(BIN)/ruff check --fix --exit-zero --quiet

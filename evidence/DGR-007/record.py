@@ -1,0 +1,114 @@
+"""Make the acceptance record: run every criterion's commands, and write down what they printed.
+
+    python evidence/DGR-007/record.py [--only ID ...] [--models FOLDER]
+
+`criteria.toml` lists the criteria; `frame.md` is the text around them; `README.md` is the result.  The commands run in
+the project's root.  Those that need the files of real models get the folder in ``HOTKV_MODELS`` and are left out, and
+named as left out, without one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+LAST_LINES = 60
+
+
+def stamp() -> str:
+    """Say on what, with what and of what the record was made."""
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    memory = re.search(r"MemTotal:\s*(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"))
+    packages = ("hotkv-trio", "trio", "llama-cpp-python", "numpy", "gguf", "attrs", "hypothesis", "pytest")
+    commit = _output(["git", "rev-parse", "HEAD"])
+    changed = _output(["git", "status", "--porcelain", "--untracked-files=no", "--", ":!evidence"])
+    return "\n".join([
+        f"- made {dt.datetime.now(dt.UTC):%Y-%m-%d %H:%M} UTC by `make evidence`",
+        f"- commit {commit}{' with uncommitted changes' if changed else ''}",
+        (
+            f"- {cpu[1] if cpu else platform.processor()}, {os.cpu_count()} processors,"
+            f" {int(memory[1]) // 2**20 if memory else '?'} GiB, {platform.system()} {platform.machine()}"
+        ),
+        f"- Python {platform.python_version()}, "
+        + ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages),
+    ])
+
+
+def run(command: str, environment: dict[str, str]) -> tuple[int, float, str]:
+    """Run one command; return its exit status, its seconds, and what it printed."""
+    began = time.monotonic()
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    return done.returncode, time.monotonic() - began, _clean(done.stdout + done.stderr)
+
+
+def section(criterion: dict[str, Any], models: str | None) -> tuple[str, bool]:
+    """Run a criterion's commands; return its section, and whether all is shown."""
+    environment = dict(os.environ, PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}", COLUMNS="120")
+    environment |= {"GGML_NO_BACKTRACE": "1", "NO_COLOR": "1"} | ({"HOTKV_MODELS": models} if models else {})
+    parts = [f"### {criterion['id']}. {criterion['title']}\n", criterion.get("text", "").strip() + "\n"]
+    shown = True
+    for command in criterion["commands"]:
+        if "$HOTKV_MODELS" in command and not models:
+            parts.append(f"`{command}`: left out, no models were given.\n")
+            shown = False
+            continue
+        print(f"{criterion['id']}: {command}", flush=True)
+        status, seconds, printed = run(command, environment)
+        print(f"    exit {status}, {seconds:.0f} s", flush=True)
+        shown = shown and status == 0
+        parts.append(f"```console\n$ {command}\n{printed}\n```\n\nExit status {status}, {seconds:.0f} s.\n")
+    return "\n".join(parts), shown
+
+
+def main() -> int:
+    """Make the record; exit 1 if a command failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", help="ids of criteria")
+    parser.add_argument("--models", default=os.environ.get("HOTKV_MODELS"), help="folder of real models")
+    arguments = parser.parse_args()
+    criteria = tomllib.loads((HERE / "criteria.toml").read_text(encoding="utf-8"))["criterion"]
+    chosen = [c for c in criteria if not arguments.only or c["id"] in arguments.only]
+    sections = [section(criterion, arguments.models) for criterion in chosen]
+    rows = [
+        f"| {c['id']} | {c['title']} | {'shown' if shown else 'NOT SHOWN'} |"
+        for c, (_, shown) in zip(chosen, sections, strict=True)
+    ]
+    table = "\n".join(["| | criterion | |", "|---|---|---|", *rows])
+    text = (HERE / "frame.md").read_text(encoding="utf-8")
+    text = text.replace("<!-- stamp -->", stamp()).replace("<!-- table -->", table)
+    text = text.replace("<!-- sections -->", "\n".join(body for body, _ in sections))
+    target = HERE / ("README.md" if not arguments.only else "partial.md")
+    target.write_text(text, encoding="utf-8")
+    print("\n".join(rows))
+    return 0 if all(shown for _, shown in sections) else 1
+
+
+def _clean(printed: str) -> str:
+    """Return the end of what was printed, without trailing blanks, escapes, and this machine's paths."""
+    printed = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", printed).replace(f"{ROOT}/", "").replace(str(ROOT), ".")
+    printed = printed.replace(str(Path.home()), "~")
+    lines = [line.rstrip() for line in printed.rstrip().splitlines()]
+    left_out = len(lines) - LAST_LINES
+    return "\n".join(([f"[{left_out} lines]"] if left_out > 0 else []) + lines[-LAST_LINES:])
+
+
+def _output(command: list[str]) -> str:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
