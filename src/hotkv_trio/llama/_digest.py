@@ -50,13 +50,13 @@ def file_digest(file: GgufFile, progress: Progress | None = None) -> str:
     Raises:
         InvalidInput: as `model_digest`.
     """
-    stamp = _stamp(file)
+    stamp = file_stamp(file)
     places = _places(file)
     for place in places:
         if (digest := _cached(place, stamp)) is not None:
             return digest
     digest = _compute(file, progress)
-    if _stamp(file) != stamp:
+    if file_stamp(file) != stamp:
         raise InvalidInput(f"{file.path}: the file changed while it was read")
     for place in places:
         with contextlib.suppress(OSError):
@@ -80,8 +80,12 @@ def _compute(file: GgufFile, progress: Progress | None) -> str:
     return hasher.hexdigest()
 
 
-def _stamp(file: GgufFile) -> list[list[Any]]:
-    """Return what must not change for a cached digest to hold."""
+def file_stamp(file: GgufFile) -> list[list[Any]]:
+    """Return what must not change for a file to be the same: name, size and modification time of each part.
+
+    Raises:
+        InvalidInput: a part is gone.
+    """
     try:
         states = [(part.name, part.stat()) for part in file.parts]
     except OSError as error:

@@ -29,6 +29,8 @@ MAX_LAYERS: Final = 512
 BLOCK_TENSOR: Final = re.compile(r"^blk\.(\d+)\.(.+)$", re.DOTALL)
 EMBEDDING: Final = "token_embd.weight"
 HEAD: Final = "output.weight"
+SHARD_KEY: Final = "hotkv.shard"
+"""In shard files: first layer, one past the last, layers of the whole model, version."""
 
 _WINDOW_PERIODS: Final[Mapping[str, int]] = {
     "afmoe": 4,
@@ -122,6 +124,8 @@ class ModelFacts:
     """Whether the head is the embedding table."""
     file_bytes: int
     """Of all parts."""
+    shard: tuple[int, int] | None
+    """In a shard file: the layers of the whole model that it holds."""
 
     def check_layers(self, layers: tuple[int, int] | None) -> tuple[int, int]:
         """Return the range, or all layers for None.
@@ -286,8 +290,18 @@ def model_facts(file: GgufFile) -> ModelFacts:
         head_bytes=head,
         shared_bytes=shared_bytes,
         tied=tied,
+        shard=_shard(keys),
         file_bytes=sum(part.stat().st_size for part in file.parts),
     )
+
+
+def _shard(keys: _Keys) -> tuple[int, int] | None:
+    stated = keys.raw(SHARD_KEY)
+    if stated is None:
+        return None
+    if not isinstance(stated, list) or len(stated) < 2:
+        raise InvalidInput(f"{keys.file.path}: damaged: {SHARD_KEY} is {str(stated)[:60]}")
+    return stated[0], stated[1]
 
 
 def _only_recurrent(arch: str, recurrent: bool) -> bool:  # ruff: ignore[boolean-type-hint-positional-argument]

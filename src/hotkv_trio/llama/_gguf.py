@@ -68,6 +68,13 @@ class MetaValue:
             return cls(kind, len(value), b"".join(_encode(kind, item) for item in value))
         return cls(kind, None, _encode(kind, value))
 
+    @classmethod
+    def guess(cls, value: Any) -> MetaValue:
+        """Encode as the type that llama.cpp expects of a Python value: uint32 of an int, float32 of a float."""
+        item = value[0] if isinstance(value, list | tuple) else value
+        kinds = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32}
+        return cls.of(kinds.get(type(item), GGUFValueType.STRING), value)
+
     @property
     def is_array(self) -> bool:
         """Whether the value is an array."""

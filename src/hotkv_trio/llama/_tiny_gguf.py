@@ -362,15 +362,8 @@ def _metadata(
         "general.file_type": MetaValue.of(GGUFValueType.UINT32, _FILE_TYPES[weights]),
         "general.quantization_version": MetaValue.of(GGUFValueType.UINT32, 2),
     }
-    metadata |= {f"{arch}.{key}": _guessed(value) for key, value in values.items()}
+    metadata |= {f"{arch}.{key}": MetaValue.guess(value) for key, value in values.items()}
     return metadata | _vocabulary(arch, s.n_vocab)
-
-
-def _guessed(value: Any) -> MetaValue:
-    """Encode as the type that llama.cpp expects of a Python value."""
-    item = value[0] if isinstance(value, list) else value
-    kinds = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32}
-    return MetaValue.of(kinds.get(type(item), GGUFValueType.STRING), value)
 
 
 def _vocabulary(arch: str, n_vocab: int) -> dict[str, MetaValue]:

@@ -1,0 +1,181 @@
+"""Which architectures may be served as ranges of layers, where each may be cut, and what its shards must be told.
+
+An architecture is here only if a test shows that tiny models of it, cut in two and in three at every valid place,
+compute the uncut model's logits bit for bit.  Everything else is refused by name, with the reason where it is known.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+import attrs
+import numpy as np
+
+from hotkv_trio._errors import InvalidInput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from hotkv_trio.llama._facts import ModelFacts
+
+Factor: TypeAlias = Literal["one", "sqrt_n_embd"]
+"""What llama.cpp multiplies the embeddings of tokens by, but not embeddings that it is given."""
+
+
+def _nothing(_: ModelFacts) -> dict[str, Any]:
+    return {}
+
+
+def _no_objection(_: ModelFacts) -> str | None:
+    return None
+
+
+@attrs.frozen(kw_only=True)
+class Architecture:
+    """How shards of one architecture are made and joined."""
+
+    name: str
+    """As GGUF spells it."""
+    boundary: str = "l_out-{layer}"
+    """Name of the tensor that leaves a layer of a shard, numbered from the shard's own first."""
+    factor: Factor = "one"
+    """Of embeddings looked up outside."""
+    cuts: Callable[[ModelFacts], Iterable[int]] = lambda facts: range(1, facts.n_layer)
+    """Where the model may be cut, ascending."""
+    cut_rule: str = "it may be cut anywhere"
+    """The same in words."""
+    pinned: Callable[[ModelFacts], dict[str, Any]] = _nothing
+    """Values that llama.cpp would derive from the number of layers, to be written out in every shard."""
+    later: Mapping[str, Any] = attrs.field(factory=dict)
+    """Values for shards after the first: those whose effect must not happen twice."""
+    needs_head: bool = False
+    """Whether llama.cpp insists on ``output.weight``, so that it cannot stand in for the embeddings."""
+    objection: Callable[[ModelFacts], str | None] = _no_objection
+    """Why this very model cannot be cut, if it cannot."""
+
+
+def _periods_of_both(facts: ModelFacts) -> Iterable[int]:
+    """Cut a hybrid into periods, as short as may be, that each have layers of both kinds."""
+
+    def both(first: int, end: int) -> bool:
+        return len(set(facts.recurrent[first:end])) == 2
+
+    for step in range(2, facts.n_layer):
+        cuts = [cut for cut in range(step, facts.n_layer, step) if both(cut, facts.n_layer)]
+        if cuts and all(itertools.starmap(both, itertools.pairwise((0, *cuts)))):
+            return cuts
+    return ()
+
+
+def _gemma3_objection(facts: ModelFacts) -> str | None:
+    if facts.n_layer == 62:
+        return "llama.cpp tells the 27B's attention scale by its 62 layers, which no shard has"
+    return None
+
+
+def _granite_objection(facts: ModelFacts) -> str | None:
+    if facts.n_deepstack:
+        return "its vision layers take the embeddings of earlier layers (deepstack)"
+    return None
+
+
+_SUPPORTED: Final = (
+    Architecture(name="llama"),
+    Architecture(name="qwen2"),
+    Architecture(name="qwen3"),
+    Architecture(name="qwen3moe"),
+    Architecture(name="gemma3", factor="sqrt_n_embd", objection=_gemma3_objection),
+    Architecture(name="phi3"),
+    Architecture(name="granite", later={"embedding_scale": 0.0}, objection=_granite_objection),
+    Architecture(name="olmo2", needs_head=True),
+    Architecture(name="mamba"),
+    Architecture(
+        name="jamba",
+        cuts=_periods_of_both,
+        cut_rule="each shard needs layers that attend and layers that keep a state",
+    ),
+)
+
+ARCHITECTURES: Final[Mapping[str, Architecture]] = {architecture.name: architecture for architecture in _SUPPORTED}
+"""The supported ones, by name."""
+
+REFUSED: Final[Mapping[str, str]] = {
+    "bloom": "it normalises what it is given as embeddings, so a later shard would do so twice",
+    "deepseek4": "its layers read the tokens themselves",
+    "exaone4": "llama.cpp tells whether it has a sliding window by its 64 layers, which no shard has",
+    "gemma": "it scales what it is given as embeddings, so a later shard would do so twice",
+    "gemma2": "it scales what it is given as embeddings, so a later shard would do so twice",
+    "gemma3n": "each of its layers reads the tokens themselves (per-layer embeddings)",
+    "gemma4": "each of its layers reads the tokens themselves (per-layer embeddings)",
+    "glm4": "llama.cpp ends the process when it is given embeddings",
+    "glm4moe": "llama.cpp ends the process when it is given embeddings",
+    "gpt2": "it adds a position to what it is given as embeddings, so a later shard would do so twice",
+    "granite-switch": "llama.cpp ends the process when it is given embeddings",
+    "mpt": "it adds a position to what it is given as embeddings, so a later shard would do so twice",
+    "starcoder": "it adds a position to what it is given as embeddings, so a later shard would do so twice",
+    "t5": "it has an encoder and a decoder",
+}
+"""Why some others cannot be cut."""
+
+
+def architecture_of(facts: ModelFacts) -> Architecture:
+    """Return how the model's shards are made.
+
+    Raises:
+        InvalidInput: its architecture, or this very model, cannot be cut; it says why, and what would work.
+    """
+    if facts.shard is not None:
+        raise InvalidInput(
+            f"{facts.path.name} is a shard (layers {facts.shard[0]}:{facts.shard[1]}): give the whole model"
+        )
+    architecture = ARCHITECTURES.get(facts.architecture)
+    if architecture is None:
+        why = REFUSED.get(facts.architecture, "no test has shown its shards to be exact")
+        raise InvalidInput(
+            f"{facts.path.name} cannot be served by ranges of layers: architecture {facts.architecture!r}: {why}."
+            f"  Serve all its layers together (layers=None), or one of: {', '.join(sorted(ARCHITECTURES))}"
+        )
+    why_not = architecture.objection(facts)
+    if facts.n_layer_nextn:
+        why_not = "it has extra blocks for multi-token prediction"
+    if why_not:
+        raise InvalidInput(
+            f"{facts.path.name} cannot be served by ranges of layers: {why_not}."
+            "  Serve all its layers together (layers=None)"
+        )
+    return architecture
+
+
+def valid_cuts(facts: ModelFacts) -> tuple[int, ...]:
+    """Return the layers at which the model may be cut, ascending, without 0 and ``n_layer``.
+
+    Raises:
+        InvalidInput: as `architecture_of`.
+    """
+    return tuple(architecture_of(facts).cuts(facts))
+
+
+def check_range(facts: ModelFacts, layers: tuple[int, int]) -> Architecture:
+    """Return how the model's shards are made, if this range of layers may be one.
+
+    Raises:
+        InvalidInput: as `architecture_of`; or no such range; or an end of it is no valid cut: the nearest are named.
+    """
+    first, end = facts.check_layers(layers)
+    architecture = architecture_of(facts)
+    cuts = {0, *valid_cuts(facts), facts.n_layer}
+    for cut in (first, end):
+        if cut not in cuts:
+            below, above = max(good for good in cuts if good < cut), min(good for good in cuts if good > cut)
+            raise InvalidInput(
+                f"{facts.path.name} cannot be cut at layer {cut}: of architecture {facts.architecture!r},"
+                f" {architecture.cut_rule}; the nearest valid cuts are {below} and {above}"
+            )
+    return architecture
+
+
+def embedding_factor(facts: ModelFacts) -> np.float32:
+    """Return what a token's embedding is multiplied by before it is given to the first shard."""
+    scaled = architecture_of(facts).factor == "sqrt_n_embd"
+    return np.sqrt(np.float32(facts.n_embd)) if scaled else np.float32(1)
