@@ -3,3 +3,5 @@
 from hotkv_trio._owner import InlineExecutor as InlineExecutor
 from hotkv_trio.llama._tiny_gguf import build_tiny_gguf as build_tiny_gguf
 from hotkv_trio.testing._fake_engine import FakeEngine as FakeEngine
+from hotkv_trio.testing._schedule_tape import Hung as Hung
+from hotkv_trio.testing._schedule_tape import ScheduleTape as ScheduleTape
