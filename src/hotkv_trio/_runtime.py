@@ -425,9 +425,10 @@ class Runtime:
 
     def _retry(self, slot: int) -> None:
         """Try to empty a quarantined slot again, unless an attempt is under way."""
-        if self._retries[slot][0] != math.inf:
-            _, delay = self._retries[slot]
-            self._retries[slot] = (math.inf, delay)
+        due, delay = self._retries[slot]
+        self._retries[slot] = (math.inf, delay)
+        # Nothing may come after the engine's close.
+        if due != math.inf and self._closed is None:
             self._executor.submit(partial(clear, self._engine, slot), partial(self._retried, slot, delay))
 
     def _retried(self, slot: int, delay: float, result: outcome.Outcome[None]) -> None:
@@ -569,7 +570,12 @@ async def open_runtime(
     services = trio.CancelScope(shield=True)
     async with open_body_nursery(trio.CancelScope()) as nursery:
         try:
-            await nursery.start(_shielded, trio.CancelScope(shield=True), executor.serve)
+            await _start(nursery, trio.CancelScope(shield=True), executor.serve)
+        except BaseException:
+            # There is no owner thread, so there is none to close it on.
+            engine.close()
+            raise
+        try:
             try:
                 options = Options.check(
                     kv_budget=kv_budget, idle_ttl=idle_ttl, prefill_chunk=prefill_chunk, exact=exact
@@ -581,10 +587,14 @@ async def open_runtime(
                 await call(executor, engine.close)  # noqa: ASYNC102
                 raise
             try:
-                await nursery.start(_shielded, services, runtime._serve)
+                await _start(nursery, services, runtime._serve)
                 async with open_body_nursery(trio.CancelScope()) as kept:
                     runtime._kept = kept
-                    yield runtime
+                    try:
+                        yield runtime
+                    finally:
+                        # From here on the nursery of kept sessions takes no more.
+                        runtime._closed = runtime._closed or RuntimeClosed()
                 if runtime._crash is not None:
                     raise runtime._crash
             finally:
@@ -592,6 +602,12 @@ async def open_runtime(
         finally:
             services.cancel(reason="the runtime ended")
             executor.stop()
+
+
+async def _start(nursery: trio.Nursery, scope: trio.CancelScope, service: Callable[..., Awaitable[None]]) -> None:
+    # Shielded: in a cancelled scope `start` would keep the task, and wait for the stop that its own caller gives.
+    with trio.CancelScope(shield=True):
+        await nursery.start(_shielded, scope, service)
 
 
 async def _shielded(  # noqa: ASYNC128

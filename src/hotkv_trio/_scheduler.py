@@ -54,7 +54,10 @@ class Failure:
 def process(engine: Engine, group: Sequence[Append], starts: Sequence[int]) -> list[Rows] | Failure:
     """Make one native call (on the owner thread); if it fails, put each member's slot back to where its work began."""
     try:
-        return engine.process(group)
+        rows = engine.process(group)
+        if [len(part) for part in rows] != [append.n_rows for append in group]:
+            raise EngineFailed(None, "the engine returned other rows than were asked for")
+        return rows  # noqa: TRY300 - the check belongs to the call
     except (EngineFailed, InvalidInput) as exc:
         error: HotKVError = exc
     except Exception as exc:  # noqa: BLE001 - whatever an engine raises, its neighbours go on

@@ -161,6 +161,7 @@ class FakeEngine:
             if length and (state.spoilt or cut > reach):
                 return False
             del state.states[length:]
+            state.spoilt = False
             return True
         finally:
             self._inside.release()
