@@ -75,6 +75,7 @@ class KVLimiter:
         return self._ledger.total_bytes
 
     @total_bytes.setter
+    @trio.lowlevel.enable_ki_protection
     def total_bytes(self, total_bytes: int) -> None:
         granted, refused = self._ledger.set_total(_check_total(total_bytes))
         self._wake(granted)
@@ -113,6 +114,7 @@ class KVLimiter:
         """
         self.acquire_on_behalf_of_nowait(trio.lowlevel.current_task(), nbytes)
 
+    @trio.lowlevel.enable_ki_protection
     def acquire_on_behalf_of_nowait(self, borrower: Hashable, nbytes: int) -> None:
         """Borrow bytes for ``borrower``, without waiting; see `acquire_nowait`."""
         claim = self._ledger.request(borrower, _check_nbytes(nbytes))
@@ -133,6 +135,7 @@ class KVLimiter:
         """
         await self.acquire_on_behalf_of(trio.lowlevel.current_task(), nbytes)
 
+    @trio.lowlevel.enable_ki_protection
     async def acquire_on_behalf_of(self, borrower: Hashable, nbytes: int) -> None:
         """Borrow bytes for ``borrower``; see `acquire`, also for what is true after `trio.Cancelled`."""
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -147,6 +150,7 @@ class KVLimiter:
         """
         self.release_on_behalf_of(trio.lowlevel.current_task())
 
+    @trio.lowlevel.enable_ki_protection
     def release_on_behalf_of(self, borrower: Hashable) -> None:
         """Give back what ``borrower`` borrowed.
 

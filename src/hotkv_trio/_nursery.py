@@ -1,14 +1,53 @@
-"""A nursery for a context manager: what its body raises leaves it bare, not in an exception group."""
+"""What the context managers stand on: bare errors, and no KeyboardInterrupt in the middle of their own code."""
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import wraps
+from typing import TYPE_CHECKING, ParamSpec, TypeVar, final
 
 import trio
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Callable
+    from types import TracebackType
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def protected_context(
+    manager: Callable[P, AbstractAsyncContextManager[T, bool | None]],
+) -> Callable[P, AbstractAsyncContextManager[T, bool | None]]:
+    """Keep KeyboardInterrupt out of a context manager's own code, though not out of the body.
+
+    One that comes there is raised at the main task's next checkpoint.
+    """
+
+    @wraps(manager)
+    def enter(*args: P.args, **kwargs: P.kwargs) -> AbstractAsyncContextManager[T, bool | None]:
+        return _Protected(manager(*args, **kwargs))
+
+    return enter
+
+
+@final
+class _Protected(AbstractAsyncContextManager[T, bool | None]):
+    # trio knows protected code by what is on the stack.  A decorated generator is not there yet while contextlib is
+    # about to resume it; interrupted in that moment it would never be.
+
+    def __init__(self, inner: AbstractAsyncContextManager[T, bool | None]) -> None:
+        self._inner = inner
+
+    @trio.lowlevel.enable_ki_protection
+    async def __aenter__(self) -> T:
+        return await self._inner.__aenter__()
+
+    @trio.lowlevel.enable_ki_protection
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        return await self._inner.__aexit__(exc_type, exc, traceback)  # noqa: ASYNC102 - its own affair
 
 
 @asynccontextmanager

@@ -29,7 +29,7 @@ from hotkv_trio._errors import (
 )
 from hotkv_trio._keys import SessionKey
 from hotkv_trio._limiter import KVLimiter
-from hotkv_trio._nursery import open_body_nursery
+from hotkv_trio._nursery import open_body_nursery, protected_context
 from hotkv_trio._owner import Executor, OwnerThread, call
 from hotkv_trio._plan import Plan
 from hotkv_trio._recipe import CacheRecipe
@@ -148,6 +148,7 @@ class Runtime:
         if budgeted != self._ledger.lent_slots * self._info.slot_bytes:
             raise AssertionError(f"{self._ledger.lent_slots} slots lent for {budgeted} bytes")
 
+    @protected_context
     @asynccontextmanager
     async def open_session(
         self, key: SessionKey, *, recipe: CacheRecipe | None = None, pinned: bool = False, wait: bool = True
@@ -186,6 +187,7 @@ class Runtime:
         finally:
             await self._close(session, MissReason.RELEASED)  # noqa: ASYNC102
 
+    @trio.lowlevel.enable_ki_protection
     async def serve_session(
         self,
         key: SessionKey,
@@ -205,6 +207,7 @@ class Runtime:
             task_status.started(session)
             await session._ended.wait()
 
+    @trio.lowlevel.enable_ki_protection
     async def start_session(
         self, key: SessionKey, *, recipe: CacheRecipe | None = None, pinned: bool = False, wait: bool = True
     ) -> Session:
@@ -236,6 +239,7 @@ class Runtime:
             raise CacheMiss(key, MissReason.UNKNOWN)
         return session
 
+    @trio.lowlevel.enable_ki_protection
     async def release(self, key: SessionKey) -> bool:
         """End the session of exactly this key; its slot is free and its bytes are back when this returns.
 
@@ -262,6 +266,7 @@ class Runtime:
 
     # From here on: for the modules of this package.
 
+    @trio.lowlevel.enable_ki_protection
     async def _keep(  # noqa: ASYNC910
         self,
         key: SessionKey,
@@ -454,6 +459,7 @@ class Runtime:
             raise StaleEpoch(key, newest)
         raise attrs.evolve(error)
 
+    @trio.lowlevel.enable_ki_protection
     async def _watch_clock(self) -> None:
         """Let idle sessions expire, and try quarantined slots again, each at its time."""
         while True:
@@ -473,6 +479,7 @@ class Runtime:
             nursery.start_soon(self._watch_clock)
             task_status.started()
 
+    @trio.lowlevel.enable_ki_protection
     async def _run_scheduler(self) -> None:  # noqa: ASYNC910
         try:
             await self._scheduler.run()
@@ -536,6 +543,7 @@ class Options:
         )
 
 
+@protected_context
 @asynccontextmanager
 async def open_runtime(
     engine: Engine,
@@ -610,6 +618,7 @@ async def _start(nursery: trio.Nursery, scope: trio.CancelScope, service: Callab
         await nursery.start(_shielded, scope, service)
 
 
+@trio.lowlevel.enable_ki_protection
 async def _shielded(  # noqa: ASYNC128
     scope: trio.CancelScope,
     service: Callable[..., Awaitable[None]],

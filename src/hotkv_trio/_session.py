@@ -169,6 +169,7 @@ class Session:
         """
         return await self._append(check_single, data, at, "last")
 
+    @trio.lowlevel.enable_ki_protection
     async def truncate(self, length: int) -> None:
         """Cut the KV back to its first ``length`` tokens.
 
@@ -199,6 +200,7 @@ class Session:
         finally:
             self._end()
 
+    @trio.lowlevel.enable_ki_protection
     async def aclose(self) -> None:
         """End the session: its slot is free and its bytes are back when this returns.  Ending twice does nothing.
 
@@ -209,6 +211,7 @@ class Session:
         finally:
             await self._runtime._close(self, MissReason.RELEASED)  # noqa: ASYNC102
 
+    @trio.lowlevel.enable_ki_protection
     async def _append(
         self, check: Callable[[EngineInfo, Any], Any], data: Any, at: int | None, output: Output
     ) -> StepResult:
