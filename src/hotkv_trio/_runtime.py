@@ -211,7 +211,7 @@ class Runtime:
     async def start_session(
         self, key: SessionKey, *, recipe: CacheRecipe | None = None, pinned: bool = False, wait: bool = True
     ) -> Session:
-        """Open a session that the runtime itself keeps, hot between requests, until it is released, evicted or expires.
+        """Open a session that the runtime itself keeps, hot between requests, until it is released or goes cold.
 
         Errors, and what is true after `trio.Cancelled`, are those of `open_session`.  An error of a task in the
         session's nursery ends the session and is logged.
@@ -355,7 +355,7 @@ class Runtime:
             entry = self._directory.victim()
             if entry is None or (needed > self._directory.evictable and not over_budget):
                 break
-            self._evict(entry, MissReason.EVICTED)
+            self._cool(entry, MissReason.EVICTED)
         head = self._ledger.head
         for tenancy in list(self._impatient):
             if tenancy.claim is not head or any(self._ledger.shortfall):
@@ -364,7 +364,8 @@ class Runtime:
             for slot in self._ledger.quarantined:
                 self._retry(slot)
 
-    def _evict(self, entry: Entry[Session], reason: MissReason) -> None:
+    def _cool(self, entry: Entry[Session], reason: MissReason) -> None:
+        """Make a session cold; one that the runtime keeps ends, as its scope would never end otherwise."""
         session = entry.session
         miss = CacheMiss(session.key, reason)
         if session._kept:
@@ -375,8 +376,7 @@ class Runtime:
 
     async def _chill(self, session: Session, reason: MissReason) -> None:
         """Make a session cold, and wait until its slot is given back."""
-        self._counts[reason] += 1
-        self._detach(session, reason, CacheMiss(session.key, reason))
+        self._cool(session._entry, reason)
         await _emptied(session)
 
     async def _close(self, session: Session, reason: MissReason) -> None:
@@ -465,7 +465,7 @@ class Runtime:
         while True:
             now = trio.current_time()
             while (entry := self._directory.expired(now)) is not None:
-                self._evict(entry, MissReason.EXPIRED)
+                self._cool(entry, MissReason.EXPIRED)
             for slot in [slot for slot, (due, _) in self._retries.items() if due <= now]:
                 self._retry(slot)
             due = min([self._directory.next_expiry(), *(due for due, _ in self._retries.values())])

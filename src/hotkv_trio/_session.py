@@ -242,8 +242,10 @@ class Session:
             await self._runtime._scheduler.perform(ticket)
         except BaseException:
             # Cancelled, or the native call failed.  A session that has lost its slot has nothing to put back.
-            if self._tenancy is tenancy and not await self._is_as_before(ticket):  # noqa: ASYNC102
-                await self._runtime._chill(self, MissReason.FAILED)  # noqa: ASYNC102
+            if self._tenancy is tenancy:
+                as_before = await self._is_as_before(ticket)  # noqa: ASYNC102
+                if not as_before and self._tenancy is tenancy:
+                    await self._runtime._chill(self, MissReason.FAILED)  # noqa: ASYNC102
             raise
         finally:
             self._ticket = None
