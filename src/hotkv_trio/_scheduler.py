@@ -138,10 +138,11 @@ class Scheduler:
             return trio.lowlevel.Abort.SUCCEEDED
 
         await trio.lowlevel.wait_task_rescheduled(abort)
+        if ticket.raise_cancel is not None and (ticket.work.left or ticket.error is not None):
+            # Before the error, which may come of the same cancellation: of the session's scope, say.
+            ticket.raise_cancel()
         if ticket.error is not None:
             raise ticket.error
-        if ticket.work.left and ticket.raise_cancel is not None:
-            ticket.raise_cancel()
 
     def fence(self, ticket: Ticket, error: HotKVError) -> None:
         """Make the work's caller get ``error``: at once if it is queued, after the native call if it runs."""
