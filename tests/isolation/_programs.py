@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from hotkv_trio import Runtime, Session
+    from hotkv_trio import Executor, Runtime, Session
     from hotkv_trio.llama import KVType
 
 N_VOCAB = 512
@@ -105,9 +105,11 @@ async def perform_all(
     return outputs
 
 
-async def run_alone(make_engine: Callable[[], LlamaEngine], program: Program, *, prefill_chunk: int) -> Outputs:
+async def run_alone(
+    make_engine: Callable[[], LlamaEngine], program: Program, *, prefill_chunk: int, executor: Executor | None = None
+) -> Outputs:
     """Run one program in a runtime of its own, of the same shape."""
-    async with open_runtime(make_engine(), prefill_chunk=prefill_chunk, exact=True) as runtime:
+    async with open_runtime(make_engine(), prefill_chunk=prefill_chunk, exact=True, executor=executor) as runtime:
         return (await perform_all(runtime, [program]))[0]
 
 
