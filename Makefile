@@ -50,7 +50,7 @@ $(LLAMA_READY): $(TOOLS_READY)
 		pin = re.search(r"(?m)^llama-cpp-python==(.+)$$", open("constraints.txt").read())[1]; \
 		sys.exit(m.version("llama-cpp-python") != pin)' 2>/dev/null; then :; else \
 		echo "==> building llama.cpp (once; some minutes on two cores; log: $(BUILD)/llama-cpp-python.log)"; \
-		CMAKE_ARGS="$${CMAKE_ARGS:-} -DLLAVA_BUILD=OFF -DLLAMA_OPENSSL=OFF" \
+		CMAKE_ARGS="$${CMAKE_ARGS:-} -DLLAVA_BUILD=OFF -DCMAKE_PROJECT_llama_cpp_INCLUDE=$(CURDIR)/native/libraries-only.cmake" \
 		$(BIN)/python -m pip install --verbose --disable-pip-version-check -c constraints.txt llama-cpp-python 2>&1 \
 		| tee $(BUILD)/llama-cpp-python.log \
 		| awk 'match($$0, /\[[0-9]+\/[0-9]+\]/) { split(substr($$0, RSTART + 1, RLENGTH - 2), n, "/"); \
