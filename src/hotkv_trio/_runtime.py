@@ -216,6 +216,7 @@ class Runtime:
         Errors, and what is true after `trio.Cancelled`, are those of `open_session`.  An error of a task in the
         session's nursery ends the session and is logged.
         """
+        await trio.lowlevel.checkpoint_if_cancelled()
         self._require_open()
         if self._kept is None:
             raise RuntimeClosed("the runtime has not started yet")
@@ -253,6 +254,7 @@ class Runtime:
             RuntimeClosed: the runtime has ended.
             InvalidInput: ``key`` is not a `SessionKey`.
         """
+        await trio.lowlevel.checkpoint_if_cancelled()
         self._require_open()
         _check_key(key)
         await trio.lowlevel.checkpoint()
@@ -291,6 +293,7 @@ class Runtime:
     async def _admit(
         self, key: SessionKey, scope: trio.CancelScope, *, recipe: CacheRecipe | None, pinned: bool, wait: bool
     ) -> Session:
+        await trio.lowlevel.checkpoint_if_cancelled()
         self._require_open()
         _check_key(key)
         if recipe is not None:
@@ -298,7 +301,6 @@ class Runtime:
                 raise InvalidInput(f"recipe must be a CacheRecipe or None, not {recipe!r:.200}")
             self.recipe.require(recipe)
         self._directory.refuse(key)
-        await trio.lowlevel.checkpoint_if_cancelled()
         if self._info.slot_bytes > self._limiter.total_bytes:
             raise BudgetExceeded(self._info.slot_bytes, self._limiter.total_bytes)
         session = Session(self, key, scope)

@@ -183,6 +183,7 @@ class Session:
             EngineFailed: the engine failed; the session is cold.
             RuntimeClosed: the runtime has ended.
         """
+        await trio.lowlevel.checkpoint_if_cancelled()
         self._require_live()
         length = check_length(length)
         await self._begin()
@@ -215,6 +216,8 @@ class Session:
     async def _append(
         self, check: Callable[[EngineInfo, Any], Any], data: Any, at: int | None, output: Output
     ) -> StepResult:
+        # Before any refusal: what ended the session may be what cancels this call.
+        await trio.lowlevel.checkpoint_if_cancelled()
         self._require_live()
         runtime = self._runtime
         checked = check(runtime._info, data)
