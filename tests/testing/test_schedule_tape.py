@@ -1,4 +1,4 @@
-"""A tape decides the order of tasks, always in the same way; hung programs end; trio's private names are still there."""
+"""A tape decides the order of tasks, always alike; hung programs end; trio's private names are still there."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def order_of(n: int) -> list[int]:
 
 
 def test_canary_trio_still_shuffles_as_the_tape_expects() -> None:
-    run = trio._core._run  # type: ignore[attr-defined]
+    run = trio._core._run
     assert isinstance(run._r, random.Random), CANARY
     assert isinstance(run._ALLOW_DETERMINISTIC_SCHEDULING, bool), CANARY
     source = inspect.getsource(run.unrolled_run)
@@ -62,7 +62,7 @@ def test_tasks_run_in_order_when_the_tape_has_ended() -> None:
 
 
 def test_trio_is_left_as_it_was() -> None:
-    run = trio._core._run  # type: ignore[attr-defined]
+    run = trio._core._run
     before = run._r, run._ALLOW_DETERMINISTIC_SCHEDULING
 
     async def fail() -> None:
@@ -93,9 +93,7 @@ async def run_in_circles() -> None:
         await trio.lowlevel.checkpoint()
 
 
-@pytest.mark.parametrize(
-    "program, said", [(wait_for_nothing, "still waiting"), (run_in_circles, "runs in circles")]
-)
+@pytest.mark.parametrize("program, said", [(wait_for_nothing, "still waiting"), (run_in_circles, "runs in circles")])
 def test_a_hung_program_ends_and_says_where_it_was(program: object, said: str) -> None:
     with pytest.raises(Hung, match=said) as caught:
         ScheduleTape().run(program, max_batches=1000)  # type: ignore[arg-type]

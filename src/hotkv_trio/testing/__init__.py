@@ -2,6 +2,12 @@
 
 from hotkv_trio._owner import InlineExecutor as InlineExecutor
 from hotkv_trio.llama._tiny_gguf import build_tiny_gguf as build_tiny_gguf
+from hotkv_trio.testing._cancel_sweep import CancelPoint as CancelPoint
+from hotkv_trio.testing._cancel_sweep import CancelSweep as CancelSweep
+from hotkv_trio.testing._cancel_sweep import Victim as Victim
+from hotkv_trio.testing._cancel_sweep import cancel_at_every_step as cancel_at_every_step
 from hotkv_trio.testing._fake_engine import FakeEngine as FakeEngine
 from hotkv_trio.testing._schedule_tape import Hung as Hung
 from hotkv_trio.testing._schedule_tape import ScheduleTape as ScheduleTape
+from hotkv_trio.testing._step_invariants import StepInvariants as StepInvariants
+from hotkv_trio.testing._step_invariants import Violation as Violation

@@ -1,16 +1,16 @@
 """ScheduleTape: runs a trio program under a chosen schedule, always the same one for the same tape.
 
-This is the only module that touches private names of trio: `_r`, the source of its scheduler's randomness,
-`_ALLOW_DETERMINISTIC_SCHEDULING`, which makes it sort the tasks that are ready before it shuffles them, and a nursery's
-`_children`, for the burial of a run that hung.
+This is the only module that touches private names of trio: `_r`, the source of its scheduler's randomness, and
+`_ALLOW_DETERMINISTIC_SCHEDULING`, which makes it sort the tasks that are ready before it shuffles them.
 ``tests/testing/test_schedule_tape.py`` has a canary that says what to do when trio changes either.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import random
-from typing import TYPE_CHECKING, Any, TypeVar, cast, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import trio
 import trio.testing
@@ -18,13 +18,13 @@ import trio.testing
 from hotkv_trio.testing._tasks import all_tasks, where
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Generator, Sequence
 
     from trio.abc import Instrument
 
 T = TypeVar("T")
 
-_run: Any = trio._core._run  # type: ignore[attr-defined]
+_run: Any = trio._core._run
 
 
 class Hung(AssertionError):
@@ -88,17 +88,14 @@ class ScheduleTape:
         dealer = _Dealer(self, max_batches)
         with _dealt_by(dealer):
             try:
-                return cast(
-                    "T",
-                    trio.run(
-                        _watched,
-                        dealer,
-                        patience,
-                        program,
-                        args,
-                        clock=trio.testing.MockClock(autojump_threshold=0),
-                        instruments=instruments,
-                    ),
+                return trio.run(
+                    _watched,
+                    dealer,
+                    patience,
+                    program,
+                    args,
+                    clock=trio.testing.MockClock(autojump_threshold=0),
+                    instruments=instruments,
                 )
             except trio.TrioInternalError:
                 if dealer.hung is None:
@@ -107,7 +104,7 @@ class ScheduleTape:
         raise Hung(dealer.hung)
 
 
-class _Dealer(random.Random):
+class _Dealer(random.Random):  # noqa: S311 - it deals the order of tasks
     """Stands in for trio's source of randomness."""
 
     def __init__(self, tape: ScheduleTape, max_batches: int) -> None:
@@ -119,7 +116,6 @@ class _Dealer(random.Random):
         self.stopped = False
         self.hung: str | None = None
         self._left: list[trio.lowlevel.Task] = []
-        self._nurseries: list[Any] = []
 
     def shuffle(self, x: Any) -> None:
         """Put the ready tasks into the order of the tape; trio takes them from the end."""
@@ -140,27 +136,17 @@ class _Dealer(random.Random):
     def _give_up(self, why: str) -> None:
         """End the run: what is raised inside trio's loop ends it, whatever is shielded."""
         self._left = list(all_tasks())
-        self._nurseries = [nursery for task in self._left for nursery in task.child_nurseries]
         places = [f"  {task.name}: {where(task)}" for task in self._left if task.coro.cr_frame is not None]
         self.hung = "\n".join([f"{why} after {self._tape.batches} batches; its tasks are in", *places])
         raise Hung(self.hung)
 
     def bury(self) -> None:
-        """Close the coroutines of a run that was given up, which would complain when they are collected."""
-        for task in reversed(self._left):
-            for _ in range(100):
-                if task.coro.cr_frame is None:
-                    break
-                # They await in their clean-up, and nobody is there to run it.
-                with contextlib.suppress(BaseException):
-                    task.coro.close()
-        for nursery in self._nurseries:
-            nursery._children.clear()
-        self._left, self._nurseries = [], []
+        """Keep the coroutines of a run that was given up: collected, they would do their clean-up without a loop."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._left))
 
 
 @contextlib.contextmanager
-def _dealt_by(dealer: _Dealer) -> Iterator[None]:
+def _dealt_by(dealer: _Dealer) -> Generator[None]:
     before = _run._r, _run._ALLOW_DETERMINISTIC_SCHEDULING
     _run._r, _run._ALLOW_DETERMINISTIC_SCHEDULING = dealer, True
     try:
@@ -169,9 +155,7 @@ def _dealt_by(dealer: _Dealer) -> Iterator[None]:
         _run._r, _run._ALLOW_DETERMINISTIC_SCHEDULING = before
 
 
-async def _watched(
-    dealer: _Dealer, patience: float, program: Callable[..., Awaitable[T]], args: tuple[Any, ...]
-) -> T:
+async def _watched(dealer: _Dealer, patience: float, program: Callable[..., Awaitable[T]], args: tuple[Any, ...]) -> T:
     async def watch() -> None:
         await trio.sleep(patience)
         dealer.stopped = True

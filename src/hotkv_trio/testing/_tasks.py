@@ -11,12 +11,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+_SKIPPED = ("trio.", "contextlib", "hotkv_trio.testing.")
+
+
 def where(task: trio.lowlevel.Task) -> str:
-    """Return the call chain in which a task waits, innermost last, without trio's own frames."""
+    """Return the call chain in which a task waits, innermost last, without the frames of trio and of these tools."""
     frames = [
         f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{line})"
         for frame, line in task.iter_await_frames()
-        if not frame.f_globals.get("__name__", "").startswith("trio.")
+        if not frame.f_globals.get("__name__", "").startswith(_SKIPPED)
     ]
     return " > ".join(frames) or "its end"
 
