@@ -67,10 +67,26 @@ def test_a_bad_cut_names_the_nearest_good_ones(tmp_path: Path, layers: tuple[int
     assert what in refusal.value.what
 
 
+def test_a_shard_without_a_window_where_llama_cpp_wants_one_is_refused(tmp_path: Path) -> None:
+    facts = facts_of(tmp_path, "gpt-oss", 6)
+    assert valid_cuts(facts) == (2, 4)
+    with pytest.raises(InvalidInput, match="each shard needs a layer with a sliding window"):
+        check_range(facts, (3, 6))
+    assert valid_cuts(facts_of(tmp_path, "cohere2", 9)) == (2, 4, 6, 8)
+    assert valid_cuts(attrs.evolve(facts, sliding=(False,) * 6, n_swa=0)) == (1, 2, 3, 4, 5)
+
+
+def test_positions_that_go_by_layer_allow_multiples_only(tmp_path: Path) -> None:
+    facts = facts_of(tmp_path, "smollm3", 12)
+    assert valid_cuts(facts) == (4, 8)
+    with pytest.raises(InvalidInput, match=r"every fourth layer .* the nearest valid cuts are 4 and 8"):
+        check_range(facts, (0, 5))
+
+
 def test_good_ranges_pass(tmp_path: Path) -> None:
     facts = facts_of(tmp_path, "jamba", 6)
     for layers in [(0, 2), (2, 4), (0, 4), (2, 6), (0, 6)]:
-        assert check_range(facts, layers) is ARCHITECTURES["jamba"]
+        assert check_range(facts, layers) == ARCHITECTURES["jamba"]
 
 
 @pytest.mark.parametrize("arch", [*REFUSED, "brand-new"])
@@ -89,6 +105,7 @@ def test_models_of_a_supported_one_may_still_be_refused(tmp_path: Path) -> None:
     for changed, why in (
         (attrs.evolve(facts, architecture="gemma3", n_layer=62), "tells the 27B's attention scale by its 62 layers"),
         (attrs.evolve(facts, architecture="granite", n_deepstack=2), "deepstack"),
+        (attrs.evolve(facts, architecture="command-r", n_layer=64), "normalised by its 64 layers"),
         (attrs.evolve(facts, n_layer_nextn=1), "multi-token prediction"),
         (attrs.evolve(facts, shard=(2, 4)), r"m\.gguf is a shard \(layers 2:4\): give the whole model"),
     ):

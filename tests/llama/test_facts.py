@@ -20,7 +20,11 @@ from tests.llama._native import Native
 if TYPE_CHECKING:
     from pathlib import Path
 
-MEMORY = {"gemma3": "sliding", "mamba": "recurrent", "jamba": "hybrid"}
+MEMORY = (
+    dict.fromkeys(["gemma3", "gpt-oss", "cohere2"], "sliding")
+    | dict.fromkeys(["mamba", "mamba2"], "recurrent")
+    | dict.fromkeys(["jamba", "falcon-h1", "granitehybrid", "lfm2"], "hybrid")
+)
 
 
 def logged_mib(log: str, what: str) -> float:

@@ -46,7 +46,7 @@ class Architecture:
     cut_rule: str = "it may be cut anywhere"
     """The same in words."""
     pinned: Callable[[ModelFacts], dict[str, Any]] = _nothing
-    """Values that llama.cpp would derive from the number of layers, to be written out in every shard."""
+    """Values that llama.cpp derives from the number of layers where the file does not state them."""
     later: Mapping[str, Any] = attrs.field(factory=dict)
     """Values for shards after the first: those whose effect must not happen twice."""
     needs_head: bool = False
@@ -55,17 +55,35 @@ class Architecture:
     """Why this very model cannot be cut, if it cannot."""
 
 
-def _periods_of_both(facts: ModelFacts) -> Iterable[int]:
-    """Cut a hybrid into periods, as short as may be, that each have layers of both kinds."""
+def _periods(good: Callable[[ModelFacts, int, int], bool]) -> Callable[[ModelFacts], Iterable[int]]:
+    """Return the rule that cuts into periods, as short as may be, that are each a good range."""
 
-    def both(first: int, end: int) -> bool:
-        return len(set(facts.recurrent[first:end])) == 2
+    def cuts(facts: ModelFacts) -> Iterable[int]:
+        for step in range(1, facts.n_layer):
+            found = [cut for cut in range(step, facts.n_layer, step) if good(facts, cut, facts.n_layer)]
+            if found and all(good(facts, first, end) for first, end in itertools.pairwise((0, *found))):
+                return found
+        return ()
 
-    for step in range(2, facts.n_layer):
-        cuts = [cut for cut in range(step, facts.n_layer, step) if both(cut, facts.n_layer)]
-        if cuts and all(itertools.starmap(both, itertools.pairwise((0, *cuts)))):
-            return cuts
-    return ()
+    return cuts
+
+
+def _both_kinds(facts: ModelFacts, first: int, end: int) -> bool:
+    return len(set(facts.recurrent[first:end])) == 2
+
+
+def _some_window(facts: ModelFacts, first: int, end: int) -> bool:
+    return any(facts.sliding[first:end]) or not any(facts.sliding)
+
+
+_HYBRID: Final[Mapping[str, Any]] = {
+    "cuts": _periods(_both_kinds),
+    "cut_rule": "each shard needs layers that attend and layers that keep a state",
+}
+_WINDOWED: Final[Mapping[str, Any]] = {
+    "cuts": _periods(_some_window),
+    "cut_rule": "each shard needs a layer with a sliding window",
+}
 
 
 def _gemma3_objection(facts: ModelFacts) -> str | None:
@@ -80,6 +98,18 @@ def _granite_objection(facts: ModelFacts) -> str | None:
     return None
 
 
+def _command_r_objection(facts: ModelFacts) -> str | None:
+    if facts.n_layer >= 64:
+        return "llama.cpp tells whether its queries and keys are normalised by its 64 layers, which no shard has"
+    return None
+
+
+def _minicpm_pinned(facts: ModelFacts) -> dict[str, Any]:
+    return {"residual_scale": float(np.float32(1.4) / np.sqrt(np.float32(facts.n_layer)))}
+
+
+_UNSCALED: Final[Mapping[str, Any]] = {"embedding_scale": 0.0}
+
 _SUPPORTED: Final = (
     Architecture(name="llama"),
     Architecture(name="qwen2"),
@@ -87,14 +117,32 @@ _SUPPORTED: Final = (
     Architecture(name="qwen3moe"),
     Architecture(name="gemma3", factor="sqrt_n_embd", objection=_gemma3_objection),
     Architecture(name="phi3"),
-    Architecture(name="granite", later={"embedding_scale": 0.0}, objection=_granite_objection),
+    Architecture(name="granite", later=_UNSCALED, objection=_granite_objection),
+    Architecture(name="granitemoe", later=_UNSCALED),
+    Architecture(name="minicpm", later=_UNSCALED, pinned=_minicpm_pinned),
+    Architecture(name="mistral3"),
+    Architecture(name="qwen2moe", needs_head=True),
     Architecture(name="olmo2", needs_head=True),
-    Architecture(name="mamba"),
+    Architecture(name="gpt-oss", needs_head=True, **_WINDOWED),
+    Architecture(name="seed_oss"),
     Architecture(
-        name="jamba",
-        cuts=_periods_of_both,
-        cut_rule="each shard needs layers that attend and layers that keep a state",
+        name="smollm3",
+        cuts=lambda facts: range(4, facts.n_layer, 4),
+        cut_rule="every fourth layer has no rotary position, counted from the shard's first",
     ),
+    Architecture(name="command-r", objection=_command_r_objection),
+    Architecture(name="cohere2", **_WINDOWED),
+    Architecture(name="internlm2", needs_head=True),
+    Architecture(name="exaone"),
+    Architecture(name="stablelm", needs_head=True),
+    Architecture(name="starcoder2"),
+    Architecture(name="nemotron", needs_head=True),
+    Architecture(name="mamba"),
+    Architecture(name="mamba2"),
+    Architecture(name="jamba", **_HYBRID),
+    Architecture(name="falcon-h1"),
+    Architecture(name="granitehybrid", later=_UNSCALED, **_HYBRID),
+    Architecture(name="lfm2", **_HYBRID),
 )
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {architecture.name: architecture for architecture in _SUPPORTED}

@@ -212,7 +212,7 @@ def _metadata(
     elif facts.n_swa:
         # llama.cpp ends the process over a window that no layer uses.
         values["attention.sliding_window"] = 0
-    values |= architecture.pinned(facts)
+    values |= {k: v for k, v in architecture.pinned(facts).items() if f"{arch}.{k}" not in metadata}
     if first:
         values |= architecture.later
     metadata |= {f"{arch}.{key}": MetaValue.guess(value) for key, value in values.items()}

@@ -14,19 +14,21 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
-import attrs
 import numpy as np
 from gguf import quantize
 from gguf.constants import GGMLQuantizationType, GGUFValueType
 
 from hotkv_trio._errors import InvalidInput
 from hotkv_trio.llama._gguf import DEFAULT_ALIGNMENT, MetaValue, encode_header, padded
+from hotkv_trio.llama._tiny_plans import PLANS, Sizes
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     import numpy.typing as npt
+
+    from hotkv_trio.llama._tiny_plans import Plan
 
 Weights: TypeAlias = Literal["f32", "f16", "q8_0"]
 """How the matrices are stored; norms, biases and routers are always f32."""
@@ -40,214 +42,7 @@ _FILE_TYPES: Final[Mapping[str, int]] = {"f32": 0, "f16": 1, "q8_0": 7}
 _N_BYTE_TOKENS: Final = 259
 """<unk>, <s>, </s> and one token a byte."""
 
-
-@attrs.frozen(kw_only=True)
-class _Sizes:
-    """The sizes that a model is built from."""
-
-    n_layer: int
-    n_embd: int
-    n_head: int
-    n_head_kv: int
-    head_size: int
-    n_ff: int
-    n_vocab: int
-    n_ctx_train: int
-    n_expert: int
-    n_expert_used: int
-    sliding_window: int
-
-    @property
-    def n_q(self) -> int:
-        """Width of all heads' queries."""
-        return self.n_head * self.head_size
-
-    @property
-    def n_kv(self) -> int:
-        """Width of all heads' keys, and of their values."""
-        return self.n_head_kv * self.head_size
-
-
-_Shapes: TypeAlias = "dict[str, tuple[int, ...]]"
-_Metadata: TypeAlias = "Callable[[_Sizes], dict[str, Any]]"
-
-
-@attrs.frozen(kw_only=True)
-class _Plan:
-    """How an architecture's blocks and head are made."""
-
-    block: Callable[[_Sizes, int], _Shapes]
-    """Tensor names (without ``blk.N.``) and shapes of one block."""
-    metadata: _Metadata = lambda _: {}
-    """Metadata beyond the common, without the architecture's prefix."""
-    tied: bool = False
-    """Whether the head is the embedding table."""
-    head: Callable[[_Sizes], _Shapes] = lambda sizes: {"output_norm.weight": (sizes.n_embd,)}
-    """Tensors after the last block, without ``output.weight``."""
-    embedding_gain: float = 4.0
-    """Size of an embedding, as a vector."""
-    norm_gains: Mapping[str, float] = {"post_ffw_norm.weight": 3.0}
-    """Mean weight of a norm, where it is not 1."""
-
-
-def _dense(
-    *,
-    qkv: Literal["split", "fused"] = "split",
-    qkv_bias: bool = False,
-    out_bias: bool = False,
-    qk_norm: Literal["head", "full"] | None = None,
-    pre_norm: bool = True,
-    post_norm: bool = False,
-    norm_bias: bool = False,
-    ffn: Literal["gated", "fused", "plain", "experts"] = "gated",
-    ffn_bias: bool = False,
-    ffn_norm: bool = True,
-) -> Callable[[_Sizes, int], _Shapes]:
-    """Return the shapes of an attention block, followed by a feed-forward block."""
-
-    def block(s: _Sizes, _: int) -> _Shapes:
-        shapes: _Shapes = {}
-        if pre_norm:
-            shapes["attn_norm.weight"] = (s.n_embd,)
-        shapes |= _attention(s, qkv=qkv, bias=qkv_bias)
-        shapes["attn_output.weight"] = (s.n_q, s.n_embd)
-        if out_bias:
-            shapes["attn_output.bias"] = (s.n_embd,)
-        if qk_norm:
-            shapes["attn_q_norm.weight"] = (s.head_size if qk_norm == "head" else s.n_q,)
-            shapes["attn_k_norm.weight"] = (s.head_size if qk_norm == "head" else s.n_kv,)
-        if post_norm:
-            shapes["post_attention_norm.weight"] = (s.n_embd,)
-        if pre_norm and ffn_norm:
-            shapes["ffn_norm.weight"] = (s.n_embd,)
-        shapes |= _feed_forward(s, kind=ffn, bias=ffn_bias)
-        if post_norm:
-            shapes["post_ffw_norm.weight"] = (s.n_embd,)
-        if norm_bias:
-            norms = ("attn_norm", "ffn_norm")
-            shapes |= {f"{name}.bias": (s.n_embd,) for name in norms if f"{name}.weight" in shapes}
-        return shapes
-
-    return block
-
-
-def _attention(s: _Sizes, *, qkv: str = "split", bias: bool = False) -> _Shapes:
-    widths = {"attn_q": s.n_q, "attn_k": s.n_kv, "attn_v": s.n_kv}
-    if qkv == "fused":
-        widths = {"attn_qkv": s.n_q + 2 * s.n_kv}
-    shapes: _Shapes = {f"{name}.weight": (s.n_embd, width) for name, width in widths.items()}
-    return shapes | ({f"{name}.bias": (width,) for name, width in widths.items()} if bias else {})
-
-
-def _feed_forward(s: _Sizes, *, kind: str = "gated", bias: bool = False) -> _Shapes:
-    if kind == "experts":
-        return {
-            "ffn_gate_inp.weight": (s.n_embd, s.n_expert),
-            "ffn_gate_exps.weight": (s.n_embd, s.n_ff, s.n_expert),
-            "ffn_down_exps.weight": (s.n_ff, s.n_embd, s.n_expert),
-            "ffn_up_exps.weight": (s.n_embd, s.n_ff, s.n_expert),
-        }
-    shapes: _Shapes = {"ffn_gate.weight": (s.n_embd, s.n_ff)} if kind == "gated" else {}
-    shapes["ffn_down.weight"] = (s.n_ff, s.n_embd)
-    shapes["ffn_up.weight"] = (s.n_embd, 2 * s.n_ff if kind == "fused" else s.n_ff)
-    if bias:
-        shapes |= {name.replace("weight", "bias"): shape[1:] for name, shape in shapes.items()}
-    return shapes
-
-
-_D_CONV: Final = 4
-_D_STATE: Final = 16
-
-
-def _dt_rank(s: _Sizes) -> int:
-    return max(1, s.n_embd // 16)
-
-
-def _mamba(s: _Sizes, *, normed: bool = False) -> _Shapes:
-    d_inner, dt_rank = 2 * s.n_embd, _dt_rank(s)
-    shapes: _Shapes = {
-        "attn_norm.weight": (s.n_embd,),
-        "ssm_in.weight": (s.n_embd, 2 * d_inner),
-        "ssm_conv1d.weight": (_D_CONV, d_inner),
-        "ssm_conv1d.bias": (d_inner,),
-        "ssm_x.weight": (d_inner, dt_rank + 2 * _D_STATE),
-        "ssm_dt.weight": (dt_rank, d_inner),
-        "ssm_dt.bias": (d_inner,),
-        "ssm_a": (_D_STATE, d_inner),
-        "ssm_d": (d_inner,),
-        "ssm_out.weight": (d_inner, s.n_embd),
-    }
-    if normed:
-        shapes |= {"ssm_dt_norm.weight": (dt_rank,), "ssm_b_norm.weight": (_D_STATE,), "ssm_c_norm.weight": (_D_STATE,)}
-    return shapes
-
-
-def _mamba_sizes(s: _Sizes) -> dict[str, Any]:
-    return {
-        "ssm.conv_kernel": _D_CONV,
-        "ssm.inner_size": 2 * s.n_embd,
-        "ssm.state_size": _D_STATE,
-        "ssm.time_step_rank": _dt_rank(s),
-    }
-
-
-def _attends(layer: int) -> bool:
-    """Whether a layer of a hybrid attends: every second one, from the second on."""
-    return layer % 2 == 1
-
-
-def _hybrid_heads(s: _Sizes) -> list[int]:
-    return [s.n_head_kv if _attends(layer) else 0 for layer in range(s.n_layer)]
-
-
-def _jamba(s: _Sizes, layer: int) -> _Shapes:
-    if not _attends(layer):
-        mixer = _mamba(s, normed=True)
-    else:
-        mixer = {"attn_norm.weight": (s.n_embd,)} | _attention(s) | {"attn_output.weight": (s.n_q, s.n_embd)}
-    return mixer | {"ffn_norm.weight": (s.n_embd,)} | _feed_forward(s)
-
-
-def _head_lengths(s: _Sizes) -> dict[str, Any]:
-    return {"attention.key_length": s.head_size, "attention.value_length": s.head_size}
-
-
-_PLANS: Final[Mapping[str, _Plan]] = {
-    "llama": _Plan(block=_dense(), metadata=lambda s: {"rope.dimension_count": s.head_size} | _head_lengths(s)),
-    "qwen2": _Plan(block=_dense(qkv_bias=True)),
-    "qwen3": _Plan(block=_dense(qk_norm="head"), metadata=_head_lengths),
-    "qwen3moe": _Plan(
-        block=_dense(qk_norm="head", ffn="experts"),
-        metadata=lambda s: _head_lengths(s) | {"expert_feed_forward_length": s.n_ff},
-    ),
-    "gemma3": _Plan(
-        block=_dense(qk_norm="head", post_norm=True),
-        metadata=lambda s: (
-            _head_lengths(s) | {"attention.sliding_window": s.sliding_window, "rope.freq_base": 1_000_000.0}
-        ),
-        tied=True,
-        embedding_gain=0.5,
-        norm_gains={"post_ffw_norm.weight": 3.0, "output_norm.weight": 6.0},
-    ),
-    "phi3": _Plan(block=_dense(qkv="fused", ffn="fused"), metadata=lambda s: {"rope.dimension_count": s.head_size}),
-    "granite": _Plan(
-        block=_dense(),
-        metadata=lambda _: {
-            "logit_scale": 2.0,
-            "residual_scale": 0.75,
-            "embedding_scale": 3.0,
-            "attention.scale": 0.0625,
-        },
-        tied=True,
-        embedding_gain=1.0,
-        norm_gains={"output_norm.weight": 8.0},
-    ),
-    "olmo2": _Plan(block=_dense(qk_norm="full", pre_norm=False, post_norm=True)),
-    "mamba": _Plan(block=lambda s, _: _mamba(s), metadata=_mamba_sizes),
-    "jamba": _Plan(block=_jamba, metadata=lambda s: _mamba_sizes(s) | {"attention.head_count_kv": _hybrid_heads(s)}),
-}
-
-TINY_ARCHITECTURES: Final = tuple(_PLANS)
+TINY_ARCHITECTURES: Final = tuple(PLANS)
 """What `build_tiny_gguf` can build."""
 
 
@@ -293,8 +88,8 @@ def build_tiny_gguf(
     Raises:
         InvalidInput: an unknown architecture or storage type, or sizes that do not fit together.
     """
-    if arch not in _PLANS:
-        raise InvalidInput(f"no tiny model of architecture {arch!r}; there are {', '.join(_PLANS)}")
+    if arch not in PLANS:
+        raise InvalidInput(f"no tiny model of architecture {arch!r}; there are {', '.join(PLANS)}")
     if weights not in get_args(Weights):
         raise InvalidInput(f"weights are {', '.join(get_args(Weights))}, not {weights!r}")
     if min(n_layer, n_head, n_head_kv, n_vocab) < 1 or n_embd % n_head or n_head % n_head_kv:
@@ -302,12 +97,11 @@ def build_tiny_gguf(
             f"{n_layer} layers, n_vocab {n_vocab}: at least 1; n_embd {n_embd} must be a multiple of n_head {n_head},"
             f" and that of n_head_kv {n_head_kv}"
         )
-    sizes = _Sizes(
+    sizes = Sizes(
         n_layer=n_layer,
         n_embd=n_embd,
         n_head=n_head,
         n_head_kv=n_head_kv,
-        head_size=n_embd // n_head,
         n_ff=n_ff,
         n_vocab=n_vocab,
         n_ctx_train=n_ctx_train,
@@ -315,7 +109,7 @@ def build_tiny_gguf(
         n_expert_used=n_expert_used,
         sliding_window=sliding_window,
     )
-    plan = _PLANS[arch]
+    plan = PLANS[arch]
     shapes = dict(_shapes(plan, sizes))
     metadata = _metadata(arch, plan, sizes, shapes, weights)
     types = {name: _type(name, shape, weights) for name, shape in shapes.items()}
@@ -329,9 +123,11 @@ def build_tiny_gguf(
     return target
 
 
-def _shapes(plan: _Plan, sizes: _Sizes) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _shapes(plan: Plan, sizes: Sizes) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "token_embd.weight", (sizes.n_embd, sizes.n_vocab)
-    yield from plan.head(sizes).items()
+    yield f"{plan.norm}.weight", (sizes.n_embd,)
+    if plan.norm_bias:
+        yield f"{plan.norm}.bias", (sizes.n_embd,)
     if not plan.tied:
         yield "output.weight", (sizes.n_embd, sizes.n_vocab)
     for layer in range(sizes.n_layer):
@@ -340,7 +136,7 @@ def _shapes(plan: _Plan, sizes: _Sizes) -> Iterator[tuple[str, tuple[int, ...]]]
 
 
 def _metadata(
-    arch: str, plan: _Plan, s: _Sizes, shapes: Mapping[str, tuple[int, ...]], weights: str
+    arch: str, plan: Plan, s: Sizes, shapes: Mapping[str, tuple[int, ...]], weights: str
 ) -> dict[str, MetaValue]:
     attends = any("attn_q" in name for name in shapes)
     values: dict[str, Any] = {
@@ -350,6 +146,7 @@ def _metadata(
         "feed_forward_length": s.n_ff if any("ffn" in name for name in shapes) else 0,
         "attention.head_count": s.n_head if attends else 0,
         "attention.layer_norm_rms_epsilon": 1e-5,
+        "attention.layer_norm_epsilon": 1e-5,
     }
     if attends:
         values["attention.head_count_kv"] = s.n_head_kv
@@ -403,7 +200,15 @@ def _pieces() -> Iterator[str]:
 
 
 def _type(name: str, shape: tuple[int, ...], weights: str) -> GGMLQuantizationType:
-    plain = len(shape) < 2 or name.endswith(("_norm.weight", "ffn_gate_inp.weight", "conv1d.weight", "ssm_a"))
+    plain = len(shape) < 2 or name.endswith((
+        "_norm.weight",
+        "gate_inp.weight",
+        "conv1d.weight",
+        "conv.weight",
+        "ssm_a",
+        "ssm_d",
+        "bias",
+    ))
     if plain or (weights == "q8_0" and shape[0] % 32):
         return GGMLQuantizationType.F32
     return _TYPES[weights]
@@ -417,7 +222,7 @@ def _stored(values: npt.NDArray[np.float32], kind: GGMLQuantizationType) -> byte
     return bytes(quantize(values, kind).data)
 
 
-def _values(name: str, shape: tuple[int, ...], seed: int, plan: _Plan) -> npt.NDArray[np.float32]:
+def _values(name: str, shape: tuple[int, ...], seed: int, plan: Plan) -> npt.NDArray[np.float32]:
     """Return the weights of one tensor, float32, shaped in NumPy's order (the row length last)."""
     uniform = _uniform(name, shape, seed)
     leaf = name.rpartition("blk.")[2].partition(".")[2] if name.startswith("blk.") else name
@@ -425,7 +230,7 @@ def _values(name: str, shape: tuple[int, ...], seed: int, plan: _Plan) -> npt.ND
         return (-np.arange(1, shape[0] + 1, dtype=np.float32) + np.float32(0.25) * uniform).astype(np.float32)
     if leaf == "ssm_dt.bias":
         return uniform - np.float32(2)
-    if leaf == "ssm_d" or ("norm" in leaf and leaf.endswith("weight")):
+    if leaf == "ssm_d" or ("norm" in leaf and not leaf.endswith("bias")):
         return np.float32(plan.norm_gains.get(leaf, 1)) * (np.float32(1) + np.float32(0.25) * uniform)
     if leaf.endswith("bias"):
         return np.float32(0.25) * uniform
@@ -435,7 +240,7 @@ def _values(name: str, shape: tuple[int, ...], seed: int, plan: _Plan) -> npt.ND
     return values
 
 
-def _gain(leaf: str, plan: _Plan) -> float:
+def _gain(leaf: str, plan: Plan) -> float:
     """Return the standard deviation of a product with a vector whose elements have one of 1."""
     if leaf.startswith("token_embd"):
         return plan.embedding_gain
