@@ -1,0 +1,86 @@
+"""Who a connection belongs to, and what their sessions are called inside the runtime."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hotkv_trio._errors import InvalidInput
+from hotkv_trio._keys import SessionKey
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+MIN_TOKEN = 16
+"""Characters."""
+TOKEN_VARIABLE = "HOTKV_TOKEN"  # noqa: S105 - the name of a variable
+ANYBODY = ""
+"""The principal of a server without tokens."""
+
+
+def read_tokens(path: str | os.PathLike[str] | None = None) -> list[str]:
+    """Return the tokens in a file, one a line, or without one in ``HOTKV_TOKEN``; empty lines and ``#`` are skipped.
+
+    Raises:
+        InvalidInput: one is too short.
+        OSError: the file cannot be read.
+    """
+    text = os.environ.get(TOKEN_VARIABLE, "") if path is None else Path(path).read_text(encoding="utf-8")
+    lines = (line.strip() for line in text.splitlines())
+    return check_tokens(line for line in lines if line and not line.startswith("#"))
+
+
+def check_tokens(tokens: Iterable[Any]) -> list[str]:
+    """Return them as a list.
+
+    Raises:
+        InvalidInput: one is too short to be hard to guess.
+    """
+    checked = list(tokens)
+    if any(not isinstance(token, str) or len(token) < MIN_TOKEN for token in checked):
+        raise InvalidInput(f"a token is text of at least {MIN_TOKEN} characters")
+    return checked
+
+
+class Principals:
+    """Tokens, and the name space of each one's sessions.
+
+    A token is compared by a keyed digest, with every known one, in a time that depends on neither.
+
+    Args:
+        tokens: what is accepted; empty: anybody, without one.
+    """
+
+    def __init__(self, tokens: Iterable[str] = ()) -> None:
+        # Fresh in each process: nobody outside can compute a digest or a name.
+        self._secret = os.urandom(32)
+        self._known = [self._digest(b"token", token) for token in check_tokens(tokens)]
+
+    @property
+    def has_token(self) -> bool:
+        """Whether a token is needed."""
+        return bool(self._known)
+
+    def authenticate(self, token: str | None) -> str | None:
+        """Return the principal that a token stands for, or None if it is not known."""
+        if not self._known:
+            return ANYBODY
+        offered = self._digest(b"token", token or "")
+        matches = [hmac.compare_digest(offered, known) for known in self._known]
+        return offered.hex() if any(matches) else None
+
+    def inner_key(self, principal: str, key: SessionKey) -> SessionKey:
+        """Return the runtime's key for a principal's: in a name space of its own, and not to be guessed."""
+        name = self._digest(b"session", principal, key.route_session_id)
+        return SessionKey(name.hex(), key.route_epoch)
+
+    def _digest(self, person: bytes, *parts: str) -> bytes:
+        digest = hashlib.blake2b(digest_size=32, key=self._secret, person=person)
+        for part in parts:
+            # With its length before it, so that no two lists of parts read the same.
+            encoded = part.encode("utf-8", "surrogatepass")
+            digest.update(len(encoded).to_bytes(8, "big") + encoded)
+        return digest.digest()
