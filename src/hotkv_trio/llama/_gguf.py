@@ -13,7 +13,7 @@ import os
 import re
 import struct
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import attrs
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
@@ -272,7 +272,7 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
 
 def _read_part(path: Path) -> GgufFile:
     try:
-        with path.open("rb") as file:
+        with path.open("rb", buffering=1 << 18) as file:
             return _Header(path, file, os.fstat(file.fileno()).st_size).read()
     except OSError as error:
         raise InvalidInput(f"{path}: {error.strerror or error}") from error
@@ -281,7 +281,7 @@ def _read_part(path: Path) -> GgufFile:
 class _Header:
     """Reads one file's header; every field is checked against what is left of the file first."""
 
-    def __init__(self, path: Path, file: io.BufferedReader, size: int) -> None:
+    def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
         self.path = path
         self.file = file
         self.size = size
@@ -330,12 +330,20 @@ class _Header:
         items = 1 if count is None else count
         if kind != GGUFValueType.STRING:
             return MetaValue(kind, count, self.take(items * struct.calcsize(_SCALARS[kind]), what))
-        start = self.file.tell()
-        for _ in range(items):
-            self.string(what)
-        n_bytes = self.file.tell() - start
-        self.file.seek(start)
-        return MetaValue(kind, count, self.take(n_bytes, what))
+        return MetaValue(kind, count, self.strings(items, what))
+
+    def strings(self, count: int, what: str) -> bytes:
+        """Return encoded strings one after the other: a vocabulary has 256,000, so the loop is bare."""
+        read, left = self.file.read, self.size - self.file.tell()
+        pieces: list[bytes] = []
+        for i in range(count):
+            prefix = read(8)
+            length = int.from_bytes(prefix, "little")
+            left -= 8 + length
+            if left < 0:
+                raise self.fail(f"truncated or damaged: string {i} of {what} would end {-left} bytes beyond the file")
+            pieces += (prefix, read(length))
+        return b"".join(pieces)
 
     def read(self) -> GgufFile:
         if self.size < len(MAGIC) or self.take(len(MAGIC), "the magic") != MAGIC:
