@@ -1,0 +1,86 @@
+"""What reading the boundary costs: the median decode step of a shard without a tap, with the native one, in Python.
+
+The three take turns in random order, on the same hidden states, so that a busy machine troubles all alike; each step
+is compared with its own neighbour in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hotkv_trio.llama import _ffi
+from hotkv_trio.llama._context import Context, ContextOptions
+from hotkv_trio.llama._facts import read_model_facts
+from hotkv_trio.llama._slice import slice_gguf
+
+if TYPE_CHECKING:
+    from hotkv_trio._engine import Rows
+    from hotkv_trio.llama._tap import TapKind
+
+KINDS: tuple[TapKind | None, ...] = (None, "native", "python")
+START, LENGTH = 64, 256
+"""Tokens cached before the first timed step, and when the sequence is begun again."""
+
+
+def step(context: Context, position: int, states: Rows) -> float:
+    """Append hidden states and read the rows that leave; return the seconds that took."""
+    context.batch.clear()
+    assert context.batch.add_hidden(0, position, states, range(len(states))) == _ffi.OK
+    begun = time.perf_counter()
+    if context.tap is not None:
+        context.tap.begin(len(states))
+    assert _ffi.process(context.handle, context.batch.handle) == _ffi.OK
+    if context.tap is not None:
+        context.tap.rows()
+    return time.perf_counter() - begun
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a GGUF file")
+    parser.add_argument("layers", help="first:end, as 0:15")
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--threads", type=int, default=2)
+    given = parser.parse_args()
+    first, end = map(int, given.layers.split(":"))
+    options = ContextOptions(n_slots=1, n_ctx=LENGTH, type_k="f16", type_v="f16", swa_full=True, threads=given.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        shard = slice_gguf(given.model, (first, end), Path(folder, "shard.gguf"))
+        contexts = {
+            kind: Context(shard, options, tap_tensor=kind and f"l_out-{end - first - 1}", tap_kind=kind or "auto")
+            for kind in KINDS
+        }
+    width = read_model_facts(given.model).n_embd
+    states = np.random.default_rng(0).standard_normal((START, width)).astype(np.float32)
+    took: dict[TapKind | None, list[float]] = {kind: [] for kind in KINDS}
+    order = list(KINDS)
+    for i in range(given.steps):
+        position = START + i % (LENGTH - START)
+        for context in contexts.values():
+            if position == START:
+                _ffi.remove_from(context.memory, 0, 0)
+                step(context, 0, states)
+        random.shuffle(order)
+        for kind in order:
+            took[kind].append(step(contexts[kind], position, states[i % START : i % START + 1]))
+    base = statistics.median(took[None])
+    print(f"{Path(given.model).name} layers {given.layers}, {given.threads} threads, {given.steps} decode steps")
+    print(f"without a tap: {base * 1e3:.3f} ms a step")
+    for kind in KINDS[1:]:
+        cost = statistics.median(b - a for a, b in zip(took[None], took[kind], strict=True))
+        print(f"{kind} tap: {cost * 1e6:+.1f} us a step, {cost / base:+.2%}")
+    for context in contexts.values():
+        context.close()
+
+
+if __name__ == "__main__":
+    main()
