@@ -31,7 +31,6 @@ help:
 	@echo "make evidence  re-run and re-write the acceptance record"
 	@echo "make format    let ruff rewrite"
 	@echo "make sanitize  native tests under AddressSanitizer and UBSan"
-	@echo "make evidence  the acceptance record, made anew from what its commands print"
 	@echo "make clean     remove everything made here, the virtual environment too"
 
 setup: $(PROJECT_READY)
@@ -112,10 +111,6 @@ evidence: setup
 format: setup
 	@$(BIN)/ruff check --fix --exit-zero --quiet
 	@$(BIN)/ruff format
-
-# HOTKV_MODELS: a folder with the files of real models; without it what needs them is left out, and said to be.
-evidence: setup
-	@$(BIN)/python evidence/DGR-007/record.py $(if $(HOTKV_MODELS),--models "$(HOTKV_MODELS)")
 
 clean:
 	rm -rf $(VENV) $(BUILD) dist docs/_build .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -60,7 +60,7 @@ class _Ggml(ctypes.Structure):
 @functools.cache
 def _ggml() -> _Ggml:
     """Return ggml's own functions, found in the library that llama-cpp-python has loaded."""
-    return _Ggml(*(kind((name, ffi._lib)) for name, kind in _Ggml._fields_))  # noqa: SLF001
+    return _Ggml(*(kind((name, ffi._lib)) for name, kind in _Ggml._fields_))
 
 
 def native_path() -> Path | None:
