@@ -124,6 +124,11 @@ def commit() -> str:
     return found if found and found != "unknown" else PINNED_COMMIT
 
 
+def system_info() -> str:
+    """Return llama.cpp's own line on what its kernels use of this processor."""
+    return str(lib.llama_print_system_info().decode())
+
+
 # Models.  Read-only once loaded: any thread.
 
 
