@@ -1,0 +1,29 @@
+"""What to do next, carried by the error itself as a note."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from hotkv_trio._errors import HotKVError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+A_WHOLE_MODEL = "a whole GGUF file that can be read; one that was cut short or damaged has to be fetched again"
+
+
+@contextlib.contextmanager
+def advising(advice: str) -> Generator[None]:
+    """Give errors that leave the block a note of what to try, unless they have one."""
+    try:
+        yield
+    except (HotKVError, OSError) as error:
+        if not noted_advice(error):
+            error.add_note(advice)
+        raise
+
+
+def noted_advice(error: BaseException) -> str:
+    """Return what an error's notes say; empty: it has none."""
+    return "; ".join(getattr(error, "__notes__", ()))

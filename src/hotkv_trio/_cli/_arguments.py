@@ -1,0 +1,43 @@
+"""How arguments are written.  cyclopts reads these at run time, so that a command's module must import them so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+from cyclopts import Parameter
+
+from hotkv_trio._errors import InvalidInput
+
+ModelFile: TypeAlias = Annotated[Path, Parameter(name="FILE", help="A GGUF file; of a split one, any part.")]
+OptionalModelFile: TypeAlias = Annotated[
+    Path | None, Parameter(name="--model", help="A GGUF file to open as well, with room for two sessions.")
+]
+ShardFile: TypeAlias = Annotated[
+    Path, Parameter(name="--out", help="Where to write the shard; replaced only once it is whole.")
+]
+LayerRange: TypeAlias = Annotated[
+    str, Parameter(name="--layers", help="First layer and one past the last, as 0:15; 15: goes on to the last one.")
+]
+OptionalLayerRange: TypeAlias = Annotated[
+    str | None, Parameter(name="--layers", help="First layer and one past the last, as 0:15; else all layers.")
+]
+TypeK: TypeAlias = Annotated[str, Parameter(name="--type-k", help="How keys are stored: f16, q8_0, …")]
+TypeV: TypeAlias = Annotated[str, Parameter(name="--type-v", help="How values are stored.")]
+AsJson: TypeAlias = Annotated[
+    bool, Parameter(name="--json", negative=(), help="Print one JSON document on stdout instead of tables.")
+]
+
+
+def parse_layers(text: str, n_layer: int) -> tuple[int, int]:
+    """Return the range that ``A:B`` says: A left out is 0, B left out is ``n_layer``.
+
+    Raises:
+        InvalidInput: it says no range.
+    """
+    matched = re.fullmatch(r"\s*(\d*)\s*:\s*(\d*)\s*", text)
+    if matched is None:
+        raise InvalidInput(f"{text!r} is no range of layers: write 0:{n_layer} for all of them")
+    first, end = matched[1] or 0, matched[2] or n_layer
+    return int(first), int(end)
