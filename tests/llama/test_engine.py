@@ -252,13 +252,13 @@ def test_a_refused_entry_leaves_no_half_batch(tiny: Tiny, monkeypatch: pytest.Mo
 
 
 def test_an_exception_inside_a_call_leaves_the_slot_unsure(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> bool:
+    def broken(*_: object) -> None:
         raise MemoryError("no rows")
 
     with opened(tiny()) as it:
         it.append(0, tokens(3))
         with monkeypatch.context() as patch:
-            patch.setattr(_ffi, "copy_logits", broken)
+            patch.setattr(_ffi, "logits", broken)
             with pytest.raises(MemoryError):
                 it.append(0, tokens(2))
         with pytest.raises(InvalidInput, match="must be cleared or cut back"):

@@ -334,8 +334,10 @@ class LlamaEngine:
             raise EngineFailed(code, f"{_WHY.get(code, 'an unknown code')}; slots {slots}")
         if tap is not None:
             return tap.rows()
-        rows = np.empty((n_rows, context.n_vocab), dtype=np.float32)
-        if n_rows and not _ffi.copy_logits(context.handle, rows):
+        if not n_rows:
+            return np.empty((0, context.n_vocab), dtype=np.float32)
+        rows = _ffi.logits(context.handle, n_rows, context.n_vocab)
+        if rows is None:
             raise EngineFailed(None, f"llama.cpp computed no outputs for slots {slots}")
         return rows
 

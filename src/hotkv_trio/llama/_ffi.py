@@ -43,6 +43,8 @@ ROPE_NONE: Final = lib.LLAMA_ROPE_TYPE_NONE
 ROPE_MULTI: Final = (lib.LLAMA_ROPE_TYPE_MROPE, lib.LLAMA_ROPE_TYPE_IMROPE, lib.LLAMA_ROPE_TYPE_VISION)
 """Kinds of RoPE in which a hidden state has several positions."""
 
+_PAGE: Final = 4096
+
 OK: Final = 0
 NO_SLOT: Final = 1
 ABORTED: Final = 2
@@ -276,13 +278,17 @@ def process(context: int, batch: int) -> int:
     return int(_process(context, lib.LLAMA_PROCESS_TYPE_DECODE, batch))
 
 
-def copy_logits(context: int, rows: npt.NDArray[np.float32]) -> bool:
-    """Copy the last call's output rows, in the batch's order, into ``rows``; False: llama.cpp has none."""
+def logits(context: int, n_rows: int, width: int) -> npt.NDArray[np.float32] | None:
+    """Return a copy of the last call's output rows, in the batch's order; None: llama.cpp has none."""
     address = _get_logits(context)
     if not address:
-        return False
+        return None
+    # A copy between addresses that agree modulo a page is several times slower: keep them half a page apart.
+    space = np.empty(n_rows * width + _PAGE // 4, dtype=np.float32)
+    first = (address + _PAGE // 2 - space.ctypes.data) % _PAGE // 4
+    rows = space[first : first + n_rows * width].reshape(n_rows, width)
     ctypes.memmove(rows.ctypes.data, address, rows.nbytes)
-    return True
+    return rows
 
 
 # Memory.  The context's thread.

@@ -222,7 +222,9 @@ class Gate:
             raise InvalidInput("tokens: this layer range takes hidden states only")
         if data.ndim != 1 or not data.size:
             raise InvalidInput(f"tokens are one row of at least one, not of shape {data.shape}")
-        if data.min() < 0 or data.max() >= n_vocab:
+        # One token at a time is the common case, and the cheap one.
+        low, high = (data.item(),) * 2 if data.size == 1 else (data.min(), data.max())
+        if low < 0 or high >= n_vocab:
             wrong = next(token for token in data.tolist() if not 0 <= token < n_vocab)
             raise InvalidInput(f"token {wrong}: tokens are 0 to {n_vocab - 1}")
 
