@@ -404,6 +404,7 @@ class Runtime:
             self._scheduler.fence(session._ticket, attrs.evolve(error))
         tenancy, session._tenancy = session._tenancy, None
         session._length = 0
+        session._lost = session._had_kv
         session._cold_reason = reason
         if tenancy is None:
             return

@@ -83,6 +83,7 @@ class Session:
         self._length = 0
         self._appended = 0
         self._had_kv = False
+        self._lost = False  # KV that a call without a position may count on, until a start at 0 has succeeded
         self._opened = False
         self._kept = False
         self._cold_reason = MissReason.UNKNOWN
@@ -235,6 +236,7 @@ class Session:
             self._length += len(checked)
             self._appended += len(checked)
             self._had_kv = True
+            self._lost = False
             return StepResult(work.start, self._length, _join(work.rows, runtime._info.n_output))
         finally:
             self._end()
@@ -288,9 +290,9 @@ class Session:
 
     def _require_position(self, at: int | None, n_tokens: int) -> None:
         limit = self._runtime._info.n_ctx_seq
+        if at is None and self._lost:
+            raise CacheMiss(self._key, self._cold_reason)
         if self._tenancy is None:
-            if at is None and self._had_kv:
-                raise CacheMiss(self._key, self._cold_reason)
             if at:
                 raise CacheMiss(self._key, self._cold_reason if self._had_kv else MissReason.BEYOND)
         elif at is not None and at < self._length:
