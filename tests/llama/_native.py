@@ -23,7 +23,6 @@ Tokens = npt.NDArray[np.int32]
 LOG: list[str] = []
 """What llama.cpp logged."""
 _keep = lib.llama_log_callback(lambda _level, text, _data: LOG.append(text.decode(errors="replace")))
-_READY: list[bool] = []
 
 _base = ctypes.CDLL(lib._lib._name)
 _base.ggml_get_name.argtypes = [ctypes.c_void_p]
@@ -49,10 +48,9 @@ class Native:
         n_batch: int = 512,
     ) -> None:
         """Load the model; ``tap`` names the boundary tensor to read in place of logits."""
-        if not _READY:
-            lib.llama_log_set(_keep, None)
-            lib.llama_backend_init()
-            _READY.append(True)
+        # Each time: an engine that other tests opened meanwhile has routed the log to its own.
+        lib.llama_log_set(_keep, None)
+        lib.llama_backend_init()
         LOG.clear()
         model_params = lib.llama_model_default_params()
         model_params.n_gpu_layers = 0
