@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
@@ -64,6 +65,12 @@ def test_bytes_equal_llama_cpps_own(tiny: Tiny, arch: str, kind: str, caplog: py
         assert said > 0
         assert abs(said - it.info.n_slots * it.info.slot_bytes / 2**20) < 0.011
         assert np.isfinite(it.append(1, tokens(80), "all")).all()
+
+
+@pytest.mark.parametrize("type_k, type_v", [("f16", "q8_0"), ("q8_0", "f16"), ("f16", "bf16"), ("f32", "q4_0")])
+def test_keys_and_values_of_different_types(tiny: Tiny, type_k: Any, type_v: Any) -> None:
+    with opened(tiny(), n_ctx=768, type_k=type_k, type_v=type_v) as it:
+        assert all(np.isfinite(rows).all() for rows in it.chunks(3, tokens(600), 199, "all"))
 
 
 @pytest.mark.parametrize("arch", ["mamba", "jamba"])
@@ -690,6 +697,17 @@ def test_a_model_without_a_vocabulary_has_no_text(tiny: Tiny) -> None:
     engine = LlamaEngine(tiny(n_vocab=64), threads=1)
     with pytest.raises(InvalidInput, match="no vocabulary"):
         engine.tokenize("text")
+
+
+def test_a_vocabulary_that_nobody_closes_is_given_back(tiny: Tiny, counts: _Counts) -> None:
+    engine = LlamaEngine(tiny(), threads=1)
+    engine.tokenize("text")
+    engine.close()
+    assert engine.detokenize([2], special=True) == b"</s>"
+    assert (counts.made, counts.freed) == (2, 1)
+    del engine
+    gc.collect()
+    assert (counts.made, counts.freed) == (2, 2)
 
 
 def test_text_from_several_threads_while_it_is_closed(tiny: Tiny) -> None:

@@ -128,7 +128,7 @@ class LlamaEngine:
             type_k=type_k,
             type_v=type_v,
             swa_full=swa_full,
-            threads=threads or len(os.sched_getaffinity(0)),
+            threads=threads or _processors(),
         )
         self._layout = layout
         self._tap_kind: TapKind | Literal["auto"] = tap
@@ -493,6 +493,13 @@ class LlamaEngine:
             InvalidInput: the model file holds no vocabulary.
         """
         return self._vocabulary().is_end(token)
+
+
+def _processors() -> int:
+    """Return the processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _runs(group: Sequence[Append]) -> Iterator[Sequence[Append]]:

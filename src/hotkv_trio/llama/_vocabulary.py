@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import TYPE_CHECKING, final
 
 from hotkv_trio._errors import InvalidInput
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
 
 @final
 class Vocabulary:
-    """The vocabulary of one file.  Any thread may call, also while another closes it."""
+    """The vocabulary of one file.  Any thread may call, also while another closes it.
+
+    One that nobody closes is given back when nobody holds it any more.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Load the vocabulary alone.
@@ -38,6 +42,7 @@ class Vocabulary:
             _ffi.free_model(model)
             raise InvalidInput(f"{path}: the model has no vocabulary; it takes and gives numbers only")
         self._model = model
+        self._free = weakref.finalize(self, _ffi.free_model, model)
 
     def __repr__(self) -> str:
         """Say the file, and whether it is closed."""
@@ -99,6 +104,5 @@ class Vocabulary:
     def close(self) -> None:
         """Give it back.  Closing twice does nothing."""
         with self._lock:
-            model, self._model = self._model, None
-            if model is not None:
-                _ffi.free_model(model)
+            self._model = None
+            self._free()
