@@ -93,7 +93,7 @@ test-native: setup
 sanitize: setup
 	$(call native_tests,native-sanitize,-DHOTKV_SANITIZE=ON)
 
-# ASYNC124 and 910-913 hold for the library: everything async checkpoints.  A test may be async without need, and
+# ASYNC124 and 910-913 hold for the library: everything async checkpoints.  A test may be async without need, and poll. and
 # its startable helpers (ASYNC114) are nobody else's.
 ASYNC_STARTABLE := serve,serve_session,_shielded,_keep,_serve
 lint: setup
