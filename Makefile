@@ -20,14 +20,16 @@ export GGML_NO_BACKTRACE := 1
 TOOLS_READY := $(VENV)/.tools-ready
 LLAMA_READY := $(VENV)/.llama-ready
 PROJECT_READY := $(VENV)/.project-ready
+DOCS_READY := $(VENV)/.docs-ready
 
-.PHONY: help setup demo test test-python test-native test-slow sanitize lint evidence format clean
+.PHONY: help setup demo test test-python test-native test-slow sanitize lint docs evidence format clean
 
 help:
 	@echo "make demo      several sessions on one model, proven isolated (builds a tiny model itself)"
 	@echo "make test      all default tests: Python, then native"
 	@echo "make test-slow the long ones too"
 	@echo "make lint      ruff, flake8-async, mypy"
+	@echo "make docs      the documentation, in docs/_build/index.html"
 	@echo "make evidence  re-run and re-write the acceptance record"
 	@echo "make format    let ruff rewrite"
 	@echo "make sanitize  native tests under AddressSanitizer and UBSan"
@@ -63,6 +65,11 @@ $(LLAMA_READY): $(TOOLS_READY)
 $(PROJECT_READY): $(LLAMA_READY) pyproject.toml native/CMakeLists.txt $(wildcard native/src/* native/include/*)
 	@echo "==> installing hotkv-trio"
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[cli,test]'
+	@touch $@
+
+$(DOCS_READY): $(PROJECT_READY)
+	@echo "==> installing what builds the documentation"
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[cli,docs]'
 	@touch $@
 
 demo: setup
@@ -104,6 +111,11 @@ lint: setup
 	@find tests evidence docs -name '*.py' 2>/dev/null | xargs $(BIN)/flake8-async --enable ASYNC \
 		--disable ASYNC114,ASYNC124,ASYNC910,ASYNC911,ASYNC912,ASYNC913 --startable-in-context-manager $(ASYNC_STARTABLE)
 	@$(BIN)/mypy
+
+docs: $(DOCS_READY)
+	@$(BIN)/python docs/draw_life_of_a_session.py
+	@$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet --fresh-env docs docs/_build
+	@echo "docs/_build/index.html"
 
 # Real models are those in the folder HOTKV_MODELS, if it is set.
 evidence: setup
