@@ -74,7 +74,7 @@ class OwnerThread:
         self._finished = trio.Event()
 
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """See `Executor.serve`."""
+        """See `Executor.serve`, also about cancellation."""
         # A daemon: an interpreter that exits in the middle of a native call must not wait for it.
         thread = threading.Thread(
             target=self._run_jobs, args=(trio.lowlevel.current_trio_token(),), name=self.name, daemon=True
