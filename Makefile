@@ -114,7 +114,7 @@ lint: setup
 
 docs: $(DOCS_READY)
 	@$(BIN)/python docs/draw_life_of_a_session.py
-	@$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet --fresh-env docs docs/_build
+	@$(BIN)/sphinx-build --builder html --fail-on-warning --keep-going --quiet --fresh-env docs docs/_build
 	@echo "docs/_build/index.html"
 
 # Real models are those in the folder HOTKV_MODELS, if it is set.

@@ -32,6 +32,8 @@ suppress_warnings = ["config.cache"]
 
 html_theme = "furo"
 html_title = f"hotkv-trio {version}"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 html_copy_source = False
 html_show_sphinx = False
 
