@@ -84,7 +84,7 @@ class ShardClient:
         self._room = trio.lowlevel.ParkingLot()
         self._lost: ConnectionLost | None = None
         self._ended = trio.Event()
-        self._goodbye: str | None = None
+        self._last_words: str | None = None
         self._nursery: trio.Nursery
 
     def __repr__(self) -> str:
@@ -305,19 +305,21 @@ class ShardClient:
             if event is NEED_DATA:
                 self._end.receive_data(await self._stream.receive_some(_RECEIVE))
             elif event is CLOSED:
-                return self._goodbye or "the server closed the connection"  # noqa: ASYNC910
+                return self._last_words or "the server closed the connection"  # noqa: ASYNC910
+            elif isinstance(event.message, m.Goodbye):
+                # Nothing is asked that is not answered; and nothing more will be.
+                return event.message.reason  # noqa: ASYNC910
             else:
                 self._take(event)
 
     def _take(self, frame: Frame[Any]) -> None:
         message = frame.message
-        if isinstance(message, m.Goodbye):
-            self._goodbye = message.reason
-            return
         if not message.id:
-            self._goodbye = f"the server refused the connection: {error_of(message)}"
+            self._last_words = f"the server refused the connection: {error_of(message)}"
             return
-        call = self._calls.pop(message.id)
+        call = self._calls.pop(message.id, None)
+        if call is None:
+            return  # the client was closed meanwhile, and its calls told so
         self._left(call)
         call.reply = frame
         if not isinstance(message, m.CancelledReply) and type(message) not in m.ANSWERS.values():

@@ -92,7 +92,7 @@ class Connection:
         self._lanes: dict[SessionKey, deque[Job]] = {}
         self._jobs: dict[int, Job] = {}
         self._queued_bytes = 0
-        self._owned: set[SessionKey] = set()
+        self._owned = 0
         self._idle = trio.Event()
         self._within_frame = False
         self._said_goodbye = False
@@ -283,8 +283,9 @@ class Connection:
         if request.kept:
             session = await self._runtime.start_session(inner, recipe=request.recipe, wait=request.wait)
         else:
-            if len(self._owned) >= self._limits.max_sessions:
+            if self._owned >= self._limits.max_sessions:
                 raise LimitExceeded("sessions of one connection", self._limits.max_sessions)
+            self._owned += 1
             session = await self._nursery.start(
                 partial(self._own, inner, recipe=request.recipe, wait=request.wait), name=f"session {inner}"
             )
@@ -295,11 +296,10 @@ class Connection:
         self, inner: SessionKey, *, recipe: Any, wait: bool, task_status: trio.TaskStatus[Session]
     ) -> None:
         """Hold a session that ends with this connection."""
-        self._owned.add(inner)
         try:
             await self._runtime.serve_session(inner, recipe=recipe, wait=wait, task_status=task_status)
         finally:
-            self._owned.discard(inner)
+            self._owned -= 1
 
     def _require_room(self, data: Array | None, output: Output) -> None:
         """Refuse, before anything is appended, a step whose rows the client could not take."""

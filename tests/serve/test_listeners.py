@@ -1,0 +1,206 @@
+"""Where a server listens, and who gets through: TCP, Unix sockets, TLS, and what is refused beyond loopback."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import stat
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import trio
+
+from hotkv_trio import InvalidInput
+from hotkv_trio.serve import ConnectionLost, open_shard_client
+from hotkv_trio.serve._addresses import TCPAddress, UnixAddress, is_loopback, parse_address
+from tests.serve._rig import ALICE, key, open_rig, until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from tests.serve._rig import Rig
+
+CERTIFICATES = Path(__file__).parent / "certificates"
+
+
+def server_context(*, client_certificates: bool = False) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(CERTIFICATES / "server.pem")
+    if client_certificates:
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(CERTIFICATES / "ca.pem")
+    return context
+
+
+def client_context(authority: str = "ca.pem", certificate: str | None = None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(CERTIFICATES / authority))
+    if certificate is not None:
+        context.load_cert_chain(CERTIFICATES / certificate)
+    return context
+
+
+@asynccontextmanager
+async def serving(
+    *where: str, tokens: list[str] | None = None, **options: Any
+) -> AsyncGenerator[tuple[Rig, list[str]]]:
+    async with open_rig(tokens=tokens or []) as rig, trio.open_nursery() as nursery:
+        names = await nursery.start(lambda **kwargs: rig.server.serve(*where, **options, **kwargs))
+        try:
+            yield rig, names
+        finally:
+            await rig.server.drain(1)  # noqa: ASYNC102
+
+
+async def use(rig: Rig, where: str, **options: Any) -> None:
+    """Use a session over an address."""
+    async with open_shard_client(where, **options) as client, client.open_session(key("a")) as session:
+        assert rig.is_solo((await session.prefill([1, 2, 3])).output, [1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    "text,address",
+    [
+        ("127.0.0.1:80", TCPAddress("127.0.0.1", 80)),
+        ("shard-3.example:7070", TCPAddress("shard-3.example", 7070)),
+        ("[::1]:0", TCPAddress("::1", 0)),
+        ("unix:/run/hotkv.sock", UnixAddress("/run/hotkv.sock")),
+    ],
+)
+def test_addresses_read_as_they_are_written(text: str, address: object) -> None:
+    assert parse_address(text) == address
+    assert str(address) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", ":80", "localhost", "localhost:", "localhost:65536", "::1:80", "unix:", "http://x:1"]
+)
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match="HOST:PORT"):
+        parse_address(text)
+
+
+@pytest.mark.parametrize(
+    "host,expected",
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.1", False),
+        ("name", False),
+        ("fe80::1%eth0", False),
+    ],
+)
+def test_loopback(host: str, *, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+async def test_tcp_and_unix_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "shard.sock"
+    async with serving("127.0.0.1:0", f"unix:{path}") as (rig, names):
+        tcp, unix = names
+        assert unix == f"unix:{path}"
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        await use(rig, tcp)
+        await use(rig, unix)
+
+
+async def test_a_deserted_unix_socket_is_replaced_one_in_use_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "shard.sock"
+    with socket.socket(socket.AF_UNIX) as deserted:
+        deserted.bind(str(path))
+    async with serving(f"unix:{path}") as (rig, _):
+        await use(rig, f"unix:{path}")
+        with pytest.raises(OSError, match="in use"):
+            await rig.server.serve(f"unix:{path}")
+    (tmp_path / "file").write_text("kept", encoding="utf-8")
+    async with open_rig() as rig:
+        with pytest.raises(FileExistsError):
+            await rig.server.serve(f"unix:{tmp_path / 'file'}")
+        assert (tmp_path / "file").read_text(encoding="utf-8") == "kept"
+
+
+async def test_tls(tmp_path: Path) -> None:
+    async with serving("127.0.0.1:0", ssl_context=server_context()) as (rig, (where,)):
+        await use(rig, where, ssl_context=client_context())
+        with pytest.raises(ConnectionLost, match=r"(?i)certificate"):
+            await use(rig, where, ssl_context=client_context("stranger.pem"))
+        with pytest.raises(ConnectionLost):
+            await use(rig, where)  # in plain text
+        await use(rig, where, ssl_context=client_context())
+
+
+async def test_tls_with_client_certificates() -> None:
+    async with serving("127.0.0.1:0", ssl_context=server_context(client_certificates=True)) as (rig, (where,)):
+        await use(rig, where, ssl_context=client_context(certificate="client.pem"))
+        with pytest.raises(ConnectionLost):
+            await use(rig, where, ssl_context=client_context())
+        await use(rig, where, ssl_context=client_context(certificate="client.pem"))
+
+
+@pytest.mark.parametrize("where", ["0.0.0.0:0", "[::]:0"])
+async def test_beyond_loopback_a_token_and_tls_are_needed(where: str) -> None:
+    async with open_rig() as rig:
+        with pytest.raises(InvalidInput, match="there is no token"):
+            await rig.server.serve(where, insecure=True)
+        with pytest.raises(InvalidInput, match="there is no token"):
+            await rig.server.serve("127.0.0.1:0", where, ssl_context=server_context())
+    async with open_rig(tokens=[ALICE]) as rig:
+        with pytest.raises(InvalidInput, match="without TLS"):
+            await rig.server.serve(where)
+
+
+async def test_insecure_is_possible_for_who_says_so() -> None:
+    async with serving("0.0.0.0:0", tokens=[ALICE], insecure=True) as (rig, (where,)):
+        await use(rig, where.replace("0.0.0.0", "127.0.0.1"), token=ALICE)
+    async with serving("0.0.0.0:0", tokens=[ALICE], ssl_context=server_context()) as (rig, (where,)):
+        local = where.replace("0.0.0.0", "127.0.0.1")
+        await use(rig, local, token=ALICE, ssl_context=client_context())
+
+
+async def test_a_token_does_not_travel_in_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hotkv_trio.serve import _addresses
+
+    async with serving("127.0.0.1:0", tokens=[ALICE]) as (rig, (where,)):
+        monkeypatch.setattr(_addresses, "is_loopback", lambda host: False)
+        with pytest.raises(InvalidInput, match="plain text"):
+            await use(rig, where, token=ALICE)
+        await use(rig, where, token=ALICE, insecure=True)
+
+
+async def test_listeners_of_the_callers_own() -> None:
+    async with open_rig() as rig, trio.open_nursery() as nursery:
+        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        names = await nursery.start(rig.server.serve, *listeners)
+        await use(rig, names[0])
+        nursery.cancel_scope.cancel()
+    async with open_rig() as rig:
+        with pytest.raises(InvalidInput, match="an address or a listener"):
+            await rig.server.serve()
+
+
+async def test_nobody_there() -> None:
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    port = listener.socket.getsockname()[1]
+    await listener.aclose()
+    with pytest.raises(ConnectionLost, match="cannot connect"):
+        async with open_shard_client(f"127.0.0.1:{port}"):
+            pytest.fail("connected")
+
+
+async def test_a_killed_tcp_client_is_noticed_at_once() -> None:
+    async with serving("127.0.0.1:0") as (rig, (where,)):
+        host, port = where.split(":")
+        stream = await trio.open_tcp_stream(host, int(port))
+        async with open_shard_client(stream) as client:
+            session = await client.start_session(key("a"))
+            await session.prefill([1])
+            assert rig.lent == 1
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            await trio.aclose_forcefully(stream)
+            await until(lambda: not rig.lent)
+            with pytest.raises(ConnectionLost):
+                await session.decode(2)
