@@ -14,6 +14,7 @@ from hotkv_trio.testing._tasks import where
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator, Sequence
+    from types import TracebackType
 
     from trio.abc import Instrument
 
@@ -82,9 +83,11 @@ class Victim(trio.abc.Instrument):
         self._by.__enter__()
         return self._scope
 
-    def __exit__(self, *exc: object) -> bool:
-        self._by.__exit__(*exc)
-        return bool(self._scope.__exit__(*exc))
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        self._by.__exit__(kind, exc, traceback)
+        return bool(self._scope.__exit__(kind, exc, traceback))
 
     @contextmanager
     def by(self, cancel: Callable[[], object]) -> Generator[None]:

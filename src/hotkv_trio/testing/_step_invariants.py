@@ -69,7 +69,8 @@ class StepInvariants(trio.abc.Instrument):
     """
 
     def __init__(self, *also: Callable[[], None], history: int = 40) -> None:
-        self._also = also
+        self.also = list(also)
+        """Further checks."""
         self._notes: deque[str] = deque(maxlen=history)
         self._runtimes: list[Runtime] = []
         self._newest: dict[tuple[int, str], int] = {}
@@ -82,6 +83,11 @@ class StepInvariants(trio.abc.Instrument):
     def watch(self, runtime: Runtime) -> None:
         """Check this runtime from now on."""
         self._runtimes.append(runtime)
+
+    def violated(self, what: str) -> None:
+        """Keep a violation that somebody else found."""
+        if self.violation is None:
+            self._keep(AssertionError(what), "the task that found it")
 
     def note(self, what: str) -> None:
         """Remember something that the report of a violation shall tell."""
@@ -111,9 +117,9 @@ class StepInvariants(trio.abc.Instrument):
             try:
                 for runtime in self._runtimes:
                     self._check_step(runtime)
-                for check in self._also:
+                for check in self.also:
                     check()
-            except AssertionError as exc:
+            except Exception as exc:  # noqa: BLE001 - trio would only log it, and drop the instrument
                 self._keep(exc, f"{task.name}: {where(task)}")
 
     def before_io_wait(self, timeout: float) -> None:  # noqa: ARG002 - a MockClock makes it 0 also when all wait
@@ -122,11 +128,12 @@ class StepInvariants(trio.abc.Instrument):
             try:
                 for runtime in self._runtimes:
                     _check_idle(runtime)
-            except AssertionError as exc:
-                self._keep(exc, "which all tasks wait")
+            except Exception as exc:  # noqa: BLE001
+                self._keep(exc, "some task, since which all of them wait")
 
-    def _keep(self, exc: AssertionError, task: str) -> None:
-        self.violation = Violation(str(exc) or repr(exc), self.steps, task, tuple(self._notes))
+    def _keep(self, exc: Exception, task: str) -> None:
+        what = str(exc) if isinstance(exc, AssertionError) and str(exc) else repr(exc)
+        self.violation = Violation(what, self.steps, task, tuple(self._notes))
 
     def _check_step(self, runtime: Runtime) -> None:
         runtime.check_integrity()

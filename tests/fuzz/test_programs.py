@@ -1,0 +1,63 @@
+"""Whole programs under drawn schedules: every outcome is one that the contract allows, every step leaves it sound."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, Phase, example, given, settings
+
+from hotkv_trio.testing import Program, run_program
+from hotkv_trio.testing import programs as p
+from hotkv_trio.testing.strategies import programs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FUZZ = settings(
+    deadline=None,
+    derandomize=True,
+    database=None,
+    # The hunt for planted faults only wants to know how soon each is found.
+    phases=[Phase.explicit, Phase.generate, *([] if os.environ.get("HOTKV_FUZZ_NO_SHRINK") else [Phase.shrink])],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Slots that are told not to be emptied are logged as errors, thousands of times."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+# A restart that fails leaves the session hot and empty: an append without a position must go on missing.
+LOST = Program(
+    clients=((p.Open(), p.Decode(), p.Sleep(3.0), p.Fail(), p.Restart(), p.Prefill()),),
+    slots=1,
+    chunk=1,
+    ttl=2.0,
+)
+
+
+@settings(FUZZ, max_examples=600)
+@example(LOST)
+@given(programs())
+def test_every_program_under_every_schedule(program: Program) -> None:
+    run_program(program)
+
+
+@settings(FUZZ, max_examples=400)
+@given(programs(slots=[1, 2], failures=False, budgets=False, memories=["attention"]))
+def test_contention_alone(program: Program) -> None:
+    run_program(program)
+
+
+@pytest.mark.slow  # an hour: evidence/fuzz/run.py runs it in parts
+@settings(FUZZ, max_examples=100_000)
+@given(programs())
+def test_a_hundred_thousand_programs(program: Program) -> None:
+    run_program(program)
