@@ -198,7 +198,7 @@ class ServerEnd(_End[m.ClientMessage]):
         self._open_max_frame = min(max_frame, MAX_FRAME)
         self._last_id = 0
         self._unanswered: set[int] = set()
-        self.peer_max_frame = MAX_HELLO
+        self.peer_max_frame: int = MAX_HELLO
         """Bytes of a frame that the client takes."""
 
     @property
@@ -249,7 +249,7 @@ class ClientEnd(_End[m.ServerMessage]):
         super().__init__(_SERVER_MESSAGES, max_frame=max_frame, max_header=max_frame)
         self._last_id = 0
         self._unanswered: dict[int, type[m.Reply]] = {}
-        self.peer_max_frame = MAX_HELLO
+        self.peer_max_frame: int = MAX_HELLO
         """Bytes of a frame that the server takes."""
 
     @property

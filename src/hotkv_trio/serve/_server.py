@@ -71,13 +71,13 @@ class ShardServer:
         if unknown := set(dtypes) - set(HIDDEN_DTYPES):
             raise InvalidInput(f"dtypes must be among {', '.join(HIDDEN_DTYPES)}, not {sorted(unknown)}")
         self.runtime = runtime
-        self.limits = limits or Limits()
-        self.principals = Principals(tokens)
-        self.dtypes = frozenset(dtypes) | {"float32"}
+        self.limits: Limits = limits or Limits()
+        self.principals: Principals = Principals(tokens)
+        self.dtypes: frozenset[HiddenDtype] = frozenset(dtypes) | {"float32"}
         self.owners: WeakKeyDictionary[Session, Owned] = WeakKeyDictionary()
-        self.requests = 0
-        self.refusals = 0
-        self.dropped = 0
+        self.requests: int = 0
+        self.refusals: int = 0
+        self.dropped: int = 0
         self._connections: dict[Connection, trio.CancelScope] = {}
         self._accepting: set[trio.CancelScope] = set()
         self._draining = trio.Event()

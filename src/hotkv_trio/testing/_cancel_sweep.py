@@ -68,13 +68,13 @@ class Victim(trio.abc.Instrument):
         self._task: trio.lowlevel.Task | None = None
         self._scope = trio.CancelScope()
         self._by: Any = None
-        self.steps = 0
+        self.steps: int = 0
         """Steps in its life so far."""
-        self.lived = False
+        self.lived: bool = False
         """Whether its life began."""
         self.place: str | None = None
         """Where it stood when it was cancelled; None if it was not."""
-        self.cancelled = False
+        self.cancelled: bool = False
         """Whether it ended with `trio.Cancelled`."""
 
     def __enter__(self) -> trio.CancelScope:

@@ -104,8 +104,8 @@ class FakeEngine:
         """What the core did that it may not do."""
         self.calls: list[tuple[Append, ...]] = []
         """Every group that `process` was given, also when it failed."""
-        self.opened = False
-        self.closed = False
+        self.opened: bool = False
+        self.closed: bool = False
 
     def fail(self, method: Method, *errors: BaseException) -> None:
         """Make the next calls of ``method`` raise these, one each.

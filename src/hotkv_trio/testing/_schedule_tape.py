@@ -55,10 +55,10 @@ class ScheduleTape:
     """
 
     def __init__(self, choices: Sequence[int] = ()) -> None:
-        self.choices = tuple(choices)
+        self.choices: tuple[int, ...] = tuple(choices)
         self.schedule: list[tuple[int, ...]] = []
         """Of the last run: the order of each batch of two or more tasks."""
-        self.batches = 0
+        self.batches: int = 0
         """Of the last run: how many batches there were, of any size."""
 
     def __repr__(self) -> str:

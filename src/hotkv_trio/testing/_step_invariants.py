@@ -69,13 +69,13 @@ class StepInvariants(trio.abc.Instrument):
     """
 
     def __init__(self, *also: Callable[[], None], history: int = 40) -> None:
-        self.also = list(also)
+        self.also: list[Callable[[], None]] = list(also)
         """Further checks."""
         self._notes: deque[str] = deque(maxlen=history)
         self._runtimes: list[Runtime] = []
         self._newest: dict[tuple[int, str], int] = {}
         self._ready: set[trio.lowlevel.Task] = set()
-        self.steps = 0
+        self.steps: int = 0
         """Steps seen."""
         self.violation: Violation | None = None
         """The first one."""
