@@ -21,14 +21,16 @@ TOOLS_READY := $(VENV)/.tools-ready
 LLAMA_READY := $(VENV)/.llama-ready
 PROJECT_READY := $(VENV)/.project-ready
 DOCS_READY := $(VENV)/.docs-ready
+TYPES_READY := $(VENV)/.types-ready
 
-.PHONY: help setup demo test test-python test-native test-slow sanitize lint docs evidence format clean
+.PHONY: help setup demo test test-python test-native test-slow sanitize lint types docs evidence format clean
 
 help:
 	@echo "make demo      several sessions on one model, proven isolated (builds a tiny model itself)"
 	@echo "make test      all default tests: Python, then native"
 	@echo "make test-slow the long ones too"
 	@echo "make lint      ruff, flake8-async, mypy"
+	@echo "make types     that every public name is fully typed"
 	@echo "make docs      the documentation, in docs/_build/index.html"
 	@echo "make evidence  re-run and re-write the acceptance record"
 	@echo "make format    let ruff rewrite"
@@ -72,6 +74,11 @@ $(DOCS_READY): $(PROJECT_READY)
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[cli,docs]'
 	@touch $@
 
+$(TYPES_READY): $(PROJECT_READY)
+	@echo "==> installing basedpyright"
+	@$(PIP_INSTALL) basedpyright
+	@touch $@
+
 demo: setup
 	@$(BIN)/hotkv-trio demo
 
@@ -111,6 +118,12 @@ lint: setup
 	@find tests evidence docs -name '*.py' 2>/dev/null | xargs $(BIN)/flake8-async --enable ASYNC \
 		--disable ASYNC110,ASYNC111,ASYNC114,ASYNC124,ASYNC910,ASYNC911,ASYNC912,ASYNC913 --startable-in-context-manager $(ASYNC_STARTABLE)
 	@$(BIN)/mypy
+
+# PATH: it asks the python that it finds there.  PYTHONPATH: it does not follow an editable installation.
+types: $(TYPES_READY)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=src $(BIN)/basedpyright --verifytypes hotkv_trio --ignoreexternal \
+		> $(BUILD)/types.log || { cat $(BUILD)/types.log; exit 1; }
+	@grep 'Type completeness' $(BUILD)/types.log
 
 docs: $(DOCS_READY)
 	@$(BIN)/python docs/draw_life_of_a_session.py
