@@ -49,6 +49,7 @@ FORBIDDEN = {
     "route": (*NATIVE, "hotkv_trio.testing", "hotkv_trio._cli"),
     "testing": (*NATIVE, "hotkv_trio._cli"),
     "_cli": NATIVE,
+    "__main__": NATIVE,
 }
 
 

@@ -1,0 +1,79 @@
+"""The commands, and what becomes of their errors: one message that ends in what to do next, never a traceback."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import TYPE_CHECKING
+
+from cyclopts import App, CycloptsError
+from rich.console import Console
+
+from hotkv_trio._cli._advice import noted_advice
+from hotkv_trio._cli._doctor import doctor
+from hotkv_trio._cli._inspect import inspect
+from hotkv_trio._cli._plan import plan
+from hotkv_trio._cli._recipe import recipe
+from hotkv_trio._cli._slice import slice_
+from hotkv_trio._cli.demo._command import demo
+from hotkv_trio._errors import EngineFailed, HotKVError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NOT_DONE = 2
+"""Exit status of a command that could not do its work."""
+
+app = App(
+    name="hotkv-trio",
+    help="Isolated llama.cpp sessions with hot KV caches, bounded in bytes, for trio.",
+    version=lambda: importlib.metadata.version("hotkv-trio"),
+    backend="trio",
+)
+app.command(demo)
+app.command(inspect)
+app.command(plan)
+app.command(slice_, name="slice")
+app.command(recipe)
+app.command(doctor)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command that the arguments name, and return its exit status."""
+    errors = Console(stderr=True)
+    try:
+        status = app(arguments, error_console=errors, exit_on_error=False, result_action="return_value")
+    except CycloptsError:
+        # It has been printed, with what would be right.
+        errors.print("Next: hotkv-trio --help, or hotkv-trio COMMAND --help.", highlight=False)
+        return NOT_DONE
+    except (HotKVError, OSError) as error:
+        return _complain(errors, error)
+    except BaseExceptionGroup as group:
+        ours, others = group.split((HotKVError, OSError))
+        if ours is None or others is not None:
+            raise
+        return _complain(errors, _first(ours))
+    return status if isinstance(status, int) else 0
+
+
+def _complain(console: Console, error: BaseException) -> int:
+    if noted := noted_advice(error):
+        advice = noted
+    elif isinstance(error, EngineFailed):
+        advice = "fewer sessions or tokens, which take less memory, or another model"
+    elif isinstance(error, OSError):
+        advice = "a file that can be read, and a folder for temporary files (TMPDIR) that is not full"
+    else:
+        advice = "another GGUF file, or none: hotkv-trio demo builds a tiny model of its own"
+    # Not markup: a path may hold square brackets.
+    console.print(
+        f"hotkv-trio: {error}\nNext: try {advice}.", style="red", markup=False, highlight=False, soft_wrap=True
+    )
+    return NOT_DONE
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,188 @@
+"""How the demo looks: progress on stderr while it works, then tables on stdout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
+
+import rich.progress
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from hotkv_trio._cli._output import plain, yes_no
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from types import TracebackType
+
+    from rich.console import Console
+
+    from hotkv_trio._cli.demo._facts import DemoFacts, SessionFacts
+
+_SHOWN = 160
+"""Characters shown of a long prompt: its end, which is what is continued."""
+
+
+class Progress:
+    """A bar for each stage on a terminal, a line for each elsewhere.  A `Watcher`."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bars = rich.progress.Progress(
+            rich.progress.SpinnerColumn(finished_text="[green]✓[/]"),
+            rich.progress.TextColumn("{task.description}"),
+            rich.progress.BarColumn(bar_width=20),
+            rich.progress.TextColumn("{task.completed:.0f} tokens", style="dim"),
+            rich.progress.TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._current: rich.progress.TaskID | None = None
+
+    def __enter__(self) -> Self:
+        """Begin to show."""
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Take the bars away."""
+        self._bars.stop()
+
+    def begin(self, title: str, n_tokens: int) -> None:
+        """See `Watcher.begin`."""
+        if not self._console.is_terminal:
+            self._console.print(title, highlight=False)
+        self._finish()
+        self._current = self._bars.add_task(title, total=n_tokens)
+
+    def advance(self, n_tokens: int) -> None:
+        """See `Watcher.advance`."""
+        if self._current is not None:
+            self._bars.advance(self._current, n_tokens)
+
+    def _finish(self) -> None:
+        if self._current is not None:
+            # What was replayed was not foreseen; what is done is done.
+            done = self._bars.tasks[self._current].completed
+            self._bars.update(self._current, total=done)
+
+
+def show(facts: DemoFacts, console: Console) -> None:
+    """Print what was found."""
+    console.print(
+        f"\n[bold]{len(facts.sessions)} sessions[/] on ",
+        Text(facts.model, style="bold"),
+        f": {facts.architecture}, {facts.memory} memory, {facts.n_vocab:,} tokens in the vocabulary,"
+        f" {facts.context_tokens} tokens a slot\n",
+        sep="",
+        highlight=False,
+    )
+    if any(session.prompt is not None for session in facts.sessions):
+        console.print(_texts(facts.sessions))
+        console.print()
+    console.print(_sessions(facts.sessions))
+    console.print()
+    console.print(_modes(facts))
+    console.print()
+    for said, held in _checks(facts):
+        console.print(yes_no(held), said, highlight=False)
+    verdict = "All equal." if facts.ok else "Something differs that should not: see NO above."
+    console.print(f"\n[bold {'green' if facts.ok else 'red'}]{verdict}[/]")
+
+
+def _texts(sessions: Sequence[SessionFacts]) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 1))
+    table.add_column(justify="right", style="dim", no_wrap=True)
+    table.add_column()
+    for session in sessions:
+        prompt = _one_line(session.prompt or "")
+        if len(prompt) > _SHOWN:
+            prompt = f"… {prompt[-_SHOWN:].split(' ', 1)[-1]}"
+        said = Text.assemble((f"{prompt} → ", "dim"), (_one_line(session.continuation or "").strip(), "bold"))
+        table.add_row(session.name, said)
+    return table
+
+
+def _sessions(sessions: Sequence[SessionFacts]) -> Table:
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        caption="exact: every logit, bit for bit. grouped: every bit, when the neighbours' tokens were exchanged;\n"
+        "then the largest difference of a logit, and the share of calls with the same best token.",
+        caption_justify="left",
+    )
+    table.add_column("session", justify="right")
+    table.add_column("prompt\ntokens", justify="right")
+    table.add_column("new\ntokens", justify="right")
+    table.add_column("exact:\nequal to\nsolo run", justify="center")
+    table.add_column("grouped:\nunmoved\nby others", justify="center")
+    table.add_column("grouped:\nfar from\nsolo run", justify="right", no_wrap=True)
+    table.add_column("how it ended")
+    for session in sessions:
+        table.add_row(
+            session.name,
+            str(session.prompt_tokens),
+            str(session.generated_tokens),
+            yes_no(session.equal_to_solo),
+            Text("alone", style="dim") if session.unmoved is None else yes_no(session.unmoved),
+            f"{session.max_difference_to_solo:.2g} {session.same_top_as_solo:>5.0%}",
+            session.ended,
+        )
+    return table
+
+
+def _modes(facts: DemoFacts) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("mode")
+    for name in (
+        "prefill\ntokens/s",
+        "decode\ntokens/s",
+        "native\ncalls",
+        "KV bytes\nbefore",
+        "at the\npeak",
+        "after",
+        "of a\nbudget of",
+        "tokens left\nin llama.cpp",
+    ):
+        table.add_column(name, justify="right")
+    for name, mode in (("exact", facts.exact), ("grouped", facts.grouped)):
+        table.add_row(
+            name,
+            f"{mode.prefill_tokens_per_second:,.0f}",
+            f"{mode.decode_tokens_per_second:,.0f}",
+            f"{mode.native_calls:,}",
+            f"{mode.kv_bytes_before:,}",
+            f"{mode.kv_bytes_peak:,}",
+            f"{mode.kv_bytes_after:,}",
+            f"{mode.kv_bytes_budget:,}",
+            f"{mode.tokens_left}",
+        )
+    return table
+
+
+def _checks(facts: DemoFacts) -> Iterator[tuple[str, bool]]:
+    compared = sum(session.logits_compared for session in facts.sessions)
+    checks = facts.checks
+    yield (
+        f"exact: all {compared:,} logits are those of the sessions' solo runs, bit for bit",
+        all(session.equal_to_solo for session in facts.sessions),
+    )
+    if facts.exchanged_runs:
+        yield (
+            f"grouped: {facts.exchanged_runs} runs with other neighbours moved no bit",
+            all(session.unmoved for session in facts.sessions),
+        )
+        yield "grouped: all runs made the same native calls", checks.same_schedule
+    yield "the evicted session was told so, and started again", checks.evicted_told
+    yield "the session that took its slot got the logits of a run alone", checks.visitor_equal_to_solo
+    yield "the superseded epoch was refused, by call and at opening", checks.superseded_refused
+    yield "the cancelled session stopped in the middle of its work", checks.cancelled_stopped
+    yield "KV bytes are back where they were, and all native sequences empty", checks.everything_given_back
+
+
+def _one_line(text: str) -> str:
+    return plain(text.replace("\n", "↵ ")).plain

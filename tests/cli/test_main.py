@@ -1,0 +1,54 @@
+"""The command line itself: how it is called, and what it says where its extra is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hotkv_trio._cli import main
+
+if TYPE_CHECKING:
+    from tests.cli._shell import Shell
+
+
+def test_module_says_its_version() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hotkv_trio", "--version"], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == importlib.metadata.version("hotkv-trio")
+
+
+def test_help_names_the_commands(shell: Shell) -> None:
+    called = shell("--help")
+    assert called.status == 0
+    assert "demo" in called.out
+
+
+def test_unknown_command(shell: Shell) -> None:
+    called = shell("dmeo")
+    assert called.status == 2
+    assert "demo" in called.err
+    assert "Next: hotkv-trio --help" in called.err
+
+
+@pytest.mark.parametrize("missing", ["cyclopts", "rich"])
+def test_missing_extra(missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in list(sys.modules):
+        if name == "hotkv_trio._cli._app" or name.partition(".")[0] == missing:
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert main(["demo"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == f"hotkv-trio: the command line needs {missing}; run: pip install 'hotkv-trio[cli]'\n"
+
+
+def test_other_missing_modules_are_not_taken_for_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "hotkv_trio._cli._app", raising=False)
+    monkeypatch.setitem(sys.modules, "hotkv_trio._cli.demo._command", None)
+    with pytest.raises(ModuleNotFoundError):
+        main(["demo"])
