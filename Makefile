@@ -121,6 +121,7 @@ lint: setup
 
 # PATH: it asks the python that it finds there.  PYTHONPATH: it does not follow an editable installation.
 types: $(TYPES_READY)
+	@mkdir -p $(BUILD)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=src $(BIN)/basedpyright --verifytypes hotkv_trio --ignoreexternal \
 		> $(BUILD)/types.log || { cat $(BUILD)/types.log; exit 1; }
 	@grep 'Type completeness' $(BUILD)/types.log
