@@ -1,0 +1,144 @@
+"""One shard of a route: a local runtime, a client of the caller's own, or an address that is called again when lost."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final
+
+import attrs
+import trio
+
+from hotkv_trio._errors import InvalidInput
+from hotkv_trio._runtime import Runtime
+from hotkv_trio.serve._client import ShardClient, open_shard_client
+
+if TYPE_CHECKING:
+    import ssl
+
+    from hotkv_trio._engine import EngineInfo, Output
+    from hotkv_trio._keys import SessionKey
+    from hotkv_trio._recipe import CacheRecipe
+    from hotkv_trio._session import StepResult
+    from hotkv_trio.serve._tensors import HiddenDtype
+
+
+@attrs.frozen(kw_only=True)
+class ShardAddress:
+    """Where a shard server listens, and what to say to it: see `hotkv_trio.serve.open_shard_client`."""
+
+    where: str
+    token: str | None = attrs.field(default=None, repr=False)
+    dtype: HiddenDtype = "float32"
+    ssl_context: ssl.SSLContext | None = None
+    insecure: bool = False
+
+
+Shard: TypeAlias = Runtime | ShardClient | ShardAddress | str
+"""What a route is made of; text is an address."""
+
+
+class HopSession(Protocol):
+    """What a route needs of a session, local or remote."""
+
+    async def prefill(self, data: Any, *, at: int | None = None, output: Output = "last") -> StepResult:
+        """See `hotkv_trio.Session.prefill`."""
+        ...
+
+    async def decode(self, data: Any, *, at: int | None = None) -> StepResult:
+        """See `hotkv_trio.Session.decode`."""
+        ...
+
+    async def aclose(self) -> None:
+        """See `hotkv_trio.Session.aclose`."""
+        ...
+
+
+class Hop(Protocol):
+    """One shard of a route."""
+
+    async def info(self) -> EngineInfo:
+        """Return the facts of its engine."""
+        ...
+
+    async def open(self, key: SessionKey) -> HopSession:
+        """Open a session; `HopSession.aclose` ends it."""
+        ...
+
+
+def hop_of(shard: Shard, nursery: trio.Nursery) -> Hop:
+    """Return the hop for a shard.
+
+    Raises:
+        InvalidInput: it is none.
+    """
+    if isinstance(shard, Runtime):
+        return _LocalHop(shard, nursery)
+    if isinstance(shard, ShardClient):
+        return _ClientHop(shard)
+    if isinstance(shard, str):
+        shard = ShardAddress(where=shard)
+    if isinstance(shard, ShardAddress):
+        return _DialledHop(shard, nursery)
+    raise InvalidInput(f"a shard is a Runtime, a ShardClient, a ShardAddress or an address, not {shard!r:.200}")
+
+
+@final
+class _LocalHop:
+    def __init__(self, runtime: Runtime, nursery: trio.Nursery) -> None:
+        self._runtime = runtime
+        self._nursery = nursery
+
+    async def info(self) -> EngineInfo:
+        await trio.lowlevel.checkpoint()
+        return self._runtime.info
+
+    async def open(self, key: SessionKey) -> HopSession:
+        session: HopSession = await self._nursery.start(self._runtime.serve_session, key)
+        return session
+
+
+@final
+class _ClientHop:
+    def __init__(self, client: ShardClient) -> None:
+        self._client = client
+
+    async def info(self) -> EngineInfo:
+        await trio.lowlevel.checkpoint()
+        return self._client.info
+
+    async def open(self, key: SessionKey) -> HopSession:
+        return await self._client.start_session(key)
+
+
+@final
+class _DialledHop:
+    """Keeps one connection for all sessions of a route, and calls again when it is lost and needed."""
+
+    def __init__(self, address: ShardAddress, nursery: trio.Nursery) -> None:
+        self._address = address
+        self._nursery = nursery
+        self._client: ShardClient | None = None
+        self._recipe: CacheRecipe | None = None
+        self._dialling = trio.Lock()
+
+    async def info(self) -> EngineInfo:
+        return (await self._connected()).info
+
+    async def open(self, key: SessionKey) -> HopSession:
+        return await (await self._connected()).start_session(key)
+
+    async def _connected(self) -> ShardClient:
+        async with self._dialling:
+            if self._client is None or self._client.lost:
+                client: ShardClient = await self._nursery.start(self._hold)
+                # What comes back in its place must mean the same by what it caches.
+                self._client, self._recipe = client, client.recipe
+            return self._client
+
+    async def _hold(self, *, task_status: trio.TaskStatus[ShardClient]) -> None:  # noqa: ASYNC114
+        async with open_shard_client(recipe=self._recipe, **_fields(self._address)) as client:
+            task_status.started(client)
+            await client.wait_lost()
+
+
+def _fields(address: ShardAddress) -> dict[str, Any]:
+    return {field.name: getattr(address, field.name) for field in attrs.fields(ShardAddress)}
