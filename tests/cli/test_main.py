@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -19,7 +20,9 @@ def test_module_says_its_version() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "hotkv_trio", "--version"], check=True, capture_output=True, text=True, timeout=60
     )
-    assert done.stdout.strip() == importlib.metadata.version("hotkv-trio")
+    ours, theirs = map(importlib.metadata.version, ("hotkv-trio", "llama-cpp-python"))
+    engine = rf"llama\.cpp [0-9a-f]{{7,}} \(llama-cpp-python {re.escape(theirs)}\)"
+    assert re.fullmatch(rf"hotkv-trio {re.escape(ours)}, {engine}, (native|python) tap", done.stdout.strip())
 
 
 def test_help_names_the_commands(shell: Shell) -> None:

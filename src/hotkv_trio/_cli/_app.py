@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from typing import TYPE_CHECKING
 
 from cyclopts import App, CycloptsError
@@ -23,10 +22,20 @@ if TYPE_CHECKING:
 NOT_DONE = 2
 """Exit status of a command that could not do its work."""
 
+
+def version() -> str:
+    """Return what is installed, in a line: this, llama.cpp with its commit, the tap that a shard takes."""
+    from hotkv_trio.llama._installation import read_installation
+
+    found = read_installation()
+    ours, theirs = (found.packages[name] for name in ("hotkv-trio", "llama-cpp-python"))
+    return f"hotkv-trio {ours}, llama.cpp {found.llama_cpp_commit} (llama-cpp-python {theirs}), {found.tap} tap"
+
+
 app = App(
     name="hotkv-trio",
     help="Isolated llama.cpp sessions with hot KV caches, bounded in bytes, for trio.",
-    version=lambda: importlib.metadata.version("hotkv-trio"),
+    version=version,
     backend="trio",
 )
 app.command(demo)
