@@ -32,7 +32,7 @@ help:
 	@echo "make lint      ruff, flake8-async, mypy"
 	@echo "make types     that every public name is fully typed"
 	@echo "make docs      the documentation, in docs/_build/index.html"
-	@echo "make evidence  re-run and re-write the acceptance record"
+	@echo "make evidence  re-run and re-write the acceptance records"
 	@echo "make format    let ruff rewrite"
 	@echo "make sanitize  native tests under AddressSanitizer and UBSan"
 	@echo "make clean     remove everything made here, the virtual environment too"
@@ -133,7 +133,8 @@ docs: $(DOCS_READY)
 
 # Real models are those in the folder HOTKV_MODELS, if it is set.
 evidence: setup
-	@$(BIN)/python evidence/DGR-007/record.py
+	@failed=0; for folder in evidence/DGR-007 evidence/shards; do \
+		$(BIN)/python evidence/record.py $$folder || failed=1; done; exit $$failed
 
 format: setup
 	@$(BIN)/ruff check --fix --exit-zero --quiet

@@ -39,7 +39,7 @@ def slice_(
         check_range(facts, owned)
     begun = time.monotonic()
     with (
-        advising(f"another folder for --out, or free space there; and {A_WHOLE_MODEL}"),
+        advising("another folder for --out, or free space there"),
         bar(f"layers {owned[0]}:{owned[1]} of {file.name}") as progress,
     ):
         slice_gguf(file, owned, out, progress)

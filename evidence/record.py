@@ -1,10 +1,10 @@
-"""Make the acceptance record: run every criterion's commands, and write down what they printed.
+"""Make a record: run every criterion's commands, and write down what they printed.
 
-    python evidence/DGR-007/record.py [--only ID ...] [--models FOLDER]
+    python evidence/record.py FOLDER [--only ID ...] [--models FOLDER]
 
-`criteria.toml` lists the criteria; `frame.md` is the text around them; `README.md` is the result.  The commands run in
-the project's root.  Those that need the files of real models get the folder in ``HOTKV_MODELS`` and are left out, and
-named as left out, without one.
+In the folder `criteria.toml` lists the criteria; `frame.md` is the text around them; `README.md` is the result.  The
+commands run in the project's root.  Those that need the files of real models get the folder in ``HOTKV_MODELS`` and are
+left out, and named as left out, without one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 LAST_LINES = 60
 
 
@@ -76,11 +75,12 @@ def section(criterion: dict[str, Any], models: str | None) -> tuple[str, bool]:
 
 def main() -> int:
     """Make the record; exit 1 if a command failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="of the record, as evidence/DGR-007")
     parser.add_argument("--only", nargs="*", help="ids of criteria")
     parser.add_argument("--models", default=os.environ.get("HOTKV_MODELS"), help="folder of real models")
     arguments = parser.parse_args()
-    criteria = tomllib.loads((HERE / "criteria.toml").read_text(encoding="utf-8"))["criterion"]
+    criteria = tomllib.loads((arguments.folder / "criteria.toml").read_text(encoding="utf-8"))["criterion"]
     chosen = [c for c in criteria if not arguments.only or c["id"] in arguments.only]
     sections = [section(criterion, arguments.models) for criterion in chosen]
     rows = [
@@ -88,10 +88,10 @@ def main() -> int:
         for c, (_, shown) in zip(chosen, sections, strict=True)
     ]
     table = "\n".join(["| | criterion | |", "|---|---|---|", *rows])
-    text = (HERE / "frame.md").read_text(encoding="utf-8")
+    text = (arguments.folder / "frame.md").read_text(encoding="utf-8")
     text = text.replace("<!-- stamp -->", stamp()).replace("<!-- table -->", table)
     text = text.replace("<!-- sections -->", "\n".join(body for body, _ in sections))
-    target = HERE / ("README.md" if not arguments.only else "partial.md")
+    target = arguments.folder / ("README.md" if not arguments.only else "partial.md")
     target.write_text(text, encoding="utf-8")
     print("\n".join(rows))
     return 0 if all(shown for _, shown in sections) else 1
