@@ -280,7 +280,7 @@ def _real(name: str) -> Path:
 @pytest.mark.parametrize("name, cut", [("SmolLM2-135M-Instruct.Q4_1.gguf", 15), ("gemma3-270m.gguf", 6)])
 def test_a_real_model(name: str, cut: int, slices: Path) -> None:
     path = _real(name)
-    with opened(path, n_slots=1, n_ctx=1024, threads=2) as alone, opened(path, n_ctx=1024, threads=2) as it:
+    with opened(path, n_slots=1, n_ctx=1024) as alone, opened(path, n_ctx=1024) as it:
         life: dict[str, Any] = {"seed": 3, "lengths": [60, 480], "n_vocab": it.info.n_vocab, "output": "last"}
         expected = _life(alone, 0, **life)
         for slot in (0, 1, 3):
@@ -295,8 +295,8 @@ def test_a_real_model(name: str, cut: int, slices: Path) -> None:
         assert said == _continue(alone, 0, prompt)
         assert "Paris" in said or "France" in said
         with (
-            opened(path, layers=(0, cut), n_ctx=1024, threads=2, cache_dir=slices) as first,
-            opened(path, layers=(cut, it.info.layer_count), n_ctx=1024, threads=2, cache_dir=slices) as last,
+            opened(path, layers=(0, cut), n_ctx=1024, cache_dir=slices) as first,
+            opened(path, layers=(cut, it.info.layer_count), n_ctx=1024, cache_dir=slices) as last,
         ):
             alone.engine.clear(0)
             for n in (1, 8, 40, 300, 1, 1):

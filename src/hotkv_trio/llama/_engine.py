@@ -100,7 +100,8 @@ class LlamaEngine:
             layout: how slots share the context; ``streams`` is the one with isolation bit for bit.
             swa_full: whether sliding-window layers keep the full context.  If not, they take less memory, and a
                 slot can be cut back within the window only.
-            threads: CPU threads of one call; None: one for each processor that this process may use.
+            threads: CPU threads of one call; None: one for each processor that this process may use.  The bits of an
+                output depend on their number: past 512 tokens, attention is summed in as many parts.
             tap: how a shard without the last layer reads its hidden states.
             cache_dir: where slices of models are kept; None: in the user's cache directory.
 
