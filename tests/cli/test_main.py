@@ -13,6 +13,8 @@ import pytest
 from hotkv_trio._cli import main
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.cli._shell import Shell
 
 
@@ -29,6 +31,13 @@ def test_help_names_the_commands(shell: Shell) -> None:
     called = shell("--help")
     assert called.status == 0
     assert "demo" in called.out
+
+
+def test_completion_is_installed(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    called = shell("--install-completion", "--shell", "bash")
+    assert called.status == 0
+    assert any("inspect" in path.read_text() for path in tmp_path.rglob("*") if path.is_file())
 
 
 def test_unknown_command(shell: Shell) -> None:
