@@ -6,10 +6,11 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, ParamSpec, TypeVar, final
 
+import outcome
 import trio
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, Awaitable, Callable
     from types import TracebackType
 
 T = TypeVar("T")
@@ -82,3 +83,51 @@ async def open_body_nursery(scope: trio.CancelScope) -> AsyncGenerator[trio.Nurs
             finally:
                 # The frame is kept by the traceback, and the traceback by the error.
                 error = None
+
+
+async def start_service(
+    nursery: trio.Nursery, scope: trio.CancelScope, service: Callable[..., Awaitable[None]]
+) -> None:
+    """Start a task inside ``scope``, as `trio.Nursery.start` does, but neither cancelled nor interrupted meanwhile.
+
+    `trio.Nursery.start` keeps a task that it was cancelled in, and waits for its end.  A service that is shielded, to
+    be stopped by whoever started it, would then never be stopped.
+
+    Args:
+        nursery: where it runs.
+        scope: a shielded cancel scope that is not entered yet; cancel it to stop the service.
+        service: takes a ``task_status``; what it raises before it has called ``started`` is raised here.
+    """
+    status = _Starting(trio.lowlevel.current_task())
+    nursery.start_soon(_run_service, scope, service, status)
+    await trio.lowlevel.wait_task_rescheduled(lambda _: trio.lowlevel.Abort.FAILED)
+
+
+@trio.lowlevel.enable_ki_protection
+async def _run_service(  # noqa: ASYNC910
+    scope: trio.CancelScope, service: Callable[..., Awaitable[None]], status: _Starting
+) -> None:
+    try:
+        with scope:
+            await service(task_status=status)
+    except BaseException as exc:  # noqa: ASYNC103 - raised by whoever waits for the start
+        if status.over:
+            raise
+        status.fail(exc)
+
+
+@final
+class _Starting(trio.TaskStatus[None]):
+    def __init__(self, task: trio.lowlevel.Task) -> None:
+        self._task = task
+        self.over = False
+
+    def started(self, value: None = None) -> None:
+        self._tell(outcome.Value(value))
+
+    def fail(self, error: BaseException) -> None:
+        self._tell(outcome.Error(error))
+
+    def _tell(self, result: outcome.Outcome[None]) -> None:
+        self.over = True
+        trio.lowlevel.reschedule(self._task, result)

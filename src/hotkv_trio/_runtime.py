@@ -29,7 +29,7 @@ from hotkv_trio._errors import (
 )
 from hotkv_trio._keys import SessionKey
 from hotkv_trio._limiter import KVLimiter
-from hotkv_trio._nursery import open_body_nursery, protected_context
+from hotkv_trio._nursery import open_body_nursery, protected_context, start_service
 from hotkv_trio._owner import Executor, OwnerThread, call
 from hotkv_trio._plan import Plan
 from hotkv_trio._recipe import CacheRecipe
@@ -38,7 +38,7 @@ from hotkv_trio._session import Session, Tenancy
 from hotkv_trio._statistics import RuntimeStatistics
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable
+    from collections.abc import AsyncGenerator
 
     import outcome
 
@@ -424,7 +424,7 @@ class Runtime:
             logger.error("slot %d cannot be emptied and is quarantined: %s", tenancy.slot, dirty)
             self._quarantine(tenancy.slot, _FIRST_RETRY)
         self._limiter._give_back(tenancy, quarantine=dirty is not None)
-        tenancy.returned.set()
+        tenancy.returned = True
 
     def _quarantine(self, slot: int, delay: float) -> None:
         due = trio.current_time() + delay
@@ -505,9 +505,7 @@ class Runtime:
     async def _shut_down(self) -> None:
         """End every session, wait until every slot is empty, and close the engine."""
         self._end_all(RuntimeClosed())
-        with trio.CancelScope(shield=True):  # noqa: ASYNC912
-            for tenancy in list(self._clearing):
-                await tenancy.returned.wait()
+        # Jobs run in order: every slot has been emptied before.
         await call(self._executor, self._engine.close)
 
 
@@ -581,7 +579,7 @@ async def open_runtime(
     services = trio.CancelScope(shield=True)
     async with open_body_nursery(trio.CancelScope()) as nursery:
         try:
-            await _start(nursery, trio.CancelScope(shield=True), executor.serve)
+            await start_service(nursery, trio.CancelScope(shield=True), executor.serve)
         except BaseException:
             # There is no owner thread, so there is none to close it on.
             engine.close()
@@ -598,7 +596,7 @@ async def open_runtime(
                 await call(executor, engine.close)  # noqa: ASYNC102
                 raise
             try:
-                await _start(nursery, services, runtime._serve)
+                await start_service(nursery, services, runtime._serve)
                 async with open_body_nursery(trio.CancelScope()) as kept:
                     runtime._kept = kept
                     try:
@@ -615,31 +613,17 @@ async def open_runtime(
             executor.stop()
 
 
-async def _start(nursery: trio.Nursery, scope: trio.CancelScope, service: Callable[..., Awaitable[None]]) -> None:
-    # Shielded: in a cancelled scope `start` would keep the task, and wait for the stop that its own caller gives.
-    with trio.CancelScope(shield=True):
-        await nursery.start(_shielded, scope, service)
-
-
-@trio.lowlevel.enable_ki_protection
-async def _shielded(  # noqa: ASYNC128
-    scope: trio.CancelScope,
-    service: Callable[..., Awaitable[None]],
-    *,
-    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
-) -> None:
-    """Run a service that the runtime ends itself, in its order, not whoever cancels the runtime."""
-    with scope:
-        await service(task_status=task_status)
-
-
 async def _emptied(session: Session) -> None:
-    """Wait, also when cancelled, until the slot that the session held last is given back."""
-    if session._leaving is None or session._leaving.returned.is_set():
+    """Wait, also when cancelled or interrupted, until the slot that the session held last is given back."""
+    if session._leaving is None or session._leaving.returned:
         await trio.lowlevel.cancel_shielded_checkpoint()
         return
-    with trio.CancelScope(shield=True):
-        await session._leaving.returned.wait()
+    # Jobs run in order: this one after the slot has been emptied.
+    await call(session._runtime._executor, _do_nothing)
+
+
+def _do_nothing() -> None:
+    """Stand behind the jobs that were submitted before."""
 
 
 def _error_of(result: outcome.Outcome[Any]) -> BaseException | None:

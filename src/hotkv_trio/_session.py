@@ -53,7 +53,7 @@ class Tenancy:
 
     session: Session
     claim: Claim = attrs.field(init=False)
-    returned: trio.Event = attrs.field(factory=trio.Event, init=False)
+    returned: bool = attrs.field(default=False, init=False)
 
     @property
     def slot(self) -> int:
