@@ -52,6 +52,7 @@ def test_says_what_a_recurrent_session_takes(shell: Shell, tmp_path: Path) -> No
 def test_says_why_a_model_cannot_be_cut(shell: Shell, tmp_path: Path) -> None:
     called = shell("inspect", tiny_shard(tmp_path))
     assert called.status == 0
+    assert shell("inspect", tmp_path / "shard.gguf", "--layers", "0:2").out == called.out
     assert called.fact("may be cut at layer") == "shard.gguf is a shard (layers 1:3): give the whole model"
 
 

@@ -9,12 +9,14 @@ import pytest
 from rich.console import Console
 
 from hotkv_trio._cli import _output
+from hotkv_trio.llama import _slice
 from hotkv_trio.llama._facts import read_model_facts
 from hotkv_trio.llama._slice import slice_gguf
 from hotkv_trio.llama._tiny_gguf import build_tiny_gguf
 from tests.cli._shell import UNUSABLE, tiny_shard, unusable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.cli._shell import Shell
@@ -102,6 +104,19 @@ def test_without_enough_free_space_nothing_is_written(
     assert called.is_refusal("and 0 are free", "free space there"), called
     assert out.read_bytes() == b"as before"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.gguf", "s.gguf"]
+
+
+def test_an_interrupted_one_leaves_all_as_it_was(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object) -> Iterator[bytes]:
+        yield b"some bytes"
+        raise KeyboardInterrupt
+
+    model, out = build_tiny_gguf(tmp_path / "m.gguf"), tmp_path / "s.gguf"
+    monkeypatch.setattr(_slice, "tensor_chunks", interrupted)
+    called = shell("slice", model, "--layers", "0:2", "--out", out)
+    assert called.status == 130
+    assert called.err.endswith("hotkv-trio: interrupted\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
 
 def test_a_written_shard_knows_what_it_is(shell: Shell, tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ def inspect(
         whole = inspect_model(file)
     with advising(f"hotkv-trio inspect {file}, which says where the model may be cut; and a type such as f16 or q8_0"):
         owned = None if layers is None else parse_layers(layers, whole.n_layer)
-        report = inspect_model(file, owned, type_k, type_v)
+        # All layers are no shard: also of a model that cannot be cut.
+        report = inspect_model(file, None if owned == (0, whole.n_layer) else owned, type_k, type_v)
     if json_:
         print_json(attrs.asdict(report))
     else:
