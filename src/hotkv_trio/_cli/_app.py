@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 NOT_DONE = 2
 """Exit status of a command that could not do its work."""
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
-
 
 def version() -> str:
     """Return what is installed, in a line: this, llama.cpp with its commit, the tap that a shard takes."""
@@ -61,9 +58,6 @@ def run(arguments: Sequence[str]) -> int:
         return NOT_DONE
     except (HotKVError, OSError) as error:
         return _complain(errors, error)
-    except KeyboardInterrupt:
-        errors.print("hotkv-trio: interrupted", highlight=False)
-        return INTERRUPTED
     except BaseExceptionGroup as group:
         ours, others = group.split((HotKVError, OSError))
         if ours is None or others is not None:
