@@ -9,10 +9,13 @@ from rich.console import Console
 
 from hotkv_trio._cli._advice import noted_advice
 from hotkv_trio._cli._doctor import doctor
+from hotkv_trio._cli._generate import generate
 from hotkv_trio._cli._inspect import inspect
 from hotkv_trio._cli._plan import plan
 from hotkv_trio._cli._recipe import recipe
+from hotkv_trio._cli._serve import serve
 from hotkv_trio._cli._slice import slice_
+from hotkv_trio._cli._top import top
 from hotkv_trio._cli.demo._command import demo
 from hotkv_trio._errors import EngineFailed, HotKVError
 
@@ -43,6 +46,9 @@ app.command(inspect)
 app.command(plan)
 app.command(slice_, name="slice")
 app.command(recipe)
+app.command(serve)
+app.command(generate)
+app.command(top)
 app.command(doctor)
 app.register_install_completion_command()
 

@@ -1,0 +1,122 @@
+"""``hotkv-trio serve``: a model, or a range of its layers, for other processes."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import ssl
+from functools import partial
+from pathlib import Path  # ruff: ignore[typing-only-standard-library-import]
+from typing import TYPE_CHECKING, Annotated, cast
+
+import trio
+from cyclopts import Parameter
+from rich.console import Console
+
+from hotkv_trio._cli._advice import A_WHOLE_MODEL, advising
+from hotkv_trio._cli._arguments import ModelFile, OptionalLayerRange, TypeK, TypeV, parse_layers
+from hotkv_trio._cli._output import plain
+from hotkv_trio._runtime import open_runtime
+
+if TYPE_CHECKING:
+    from hotkv_trio.llama import KVType, LlamaEngine
+
+_SAFE = "127.0.0.1:PORT or unix:PATH; beyond this machine: --token-file and --certificate"
+
+
+async def serve(
+    file: ModelFile,
+    /,
+    *,
+    listen: Annotated[
+        list[str], Parameter(consume_multiple=True, help="HOST:PORT, [IPV6]:PORT or unix:PATH; port 0: any free one.")
+    ],
+    layers: OptionalLayerRange = None,
+    sessions: Annotated[int, Parameter(help="Hot sessions side by side.")] = 4,
+    context: Annotated[int, Parameter(help="Tokens of one session.")] = 4096,
+    type_k: TypeK = "f16",
+    type_v: TypeV = "f16",
+    threads: Annotated[int | None, Parameter(help="CPU threads; else one for each processor.")] = None,
+    exact: Annotated[bool, Parameter(negative=(), help="One session in each native call.")] = False,
+    prefill_chunk: Annotated[int, Parameter(help="Tokens of a prefill in one native call.")] = 128,
+    budget: Annotated[int | None, Parameter(help="Bytes of KV that all sessions together may hold.")] = None,
+    idle_ttl: Annotated[float, Parameter(help="Seconds after which an idle session loses its KV.")] = 600.0,
+    token_file: Annotated[
+        Path | None, Parameter(help="Tokens of clients, one a line; else those in HOTKV_TOKEN.")
+    ] = None,
+    certificate: Annotated[Path | None, Parameter(help="PEM file of a certificate chain and its key: TLS.")] = None,
+    client_authority: Annotated[
+        Path | None, Parameter(help="PEM file: clients need a certificate of this authority.")
+    ] = None,
+    insecure: Annotated[bool, Parameter(negative=(), help="Allow plain TCP beyond this machine.")] = False,
+    grace: Annotated[float, Parameter(help="Seconds that requests may take to end on SIGTERM.")] = 30.0,
+) -> None:
+    """Serve sessions until SIGTERM or SIGINT, which let what has begun end first.
+
+    One line for each address is printed once clients are accepted there. Clients on other machines need a token, and
+    TLS unless --insecure is given. What peers did wrong is logged on stderr, never what they sent.
+    """
+    from hotkv_trio.serve import ShardServer, read_tokens
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("hotkv_trio.llama").setLevel(logging.WARNING)
+    tokens = read_tokens(token_file)
+    context_of_tls = _tls(certificate, client_authority)
+    engine = _engine(file, layers, sessions, context, (cast("KVType", type_k), cast("KVType", type_v)), threads)
+    with (
+        trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals,
+        advising("fewer --sessions or a smaller --context, which take less memory, or another model"),
+    ):
+        async with open_runtime(
+            engine, kv_budget=budget, idle_ttl=idle_ttl, prefill_chunk=prefill_chunk, exact=exact
+        ) as runtime:
+            server = ShardServer(runtime, tokens=tokens)
+            async with trio.open_nursery() as nursery:
+                with advising(_SAFE):
+                    places = await nursery.start(
+                        partial(server.serve, *listen, ssl_context=context_of_tls, insecure=insecure)
+                    )
+                first, end = runtime.info.layers
+                for place in places:
+                    Console().print(plain(f"serving layers {first}:{end} of {file.name} on {place}"), soft_wrap=True)
+                async for _ in signals:
+                    break
+                await server.drain(grace)
+
+
+def _engine(
+    file: Path,
+    layers: str | None,
+    sessions: int,
+    context: int,
+    types: tuple[KVType, KVType],
+    threads: int | None,
+) -> LlamaEngine:
+    from hotkv_trio.llama import LlamaEngine
+    from hotkv_trio.llama._facts import read_model_facts
+
+    with advising(A_WHOLE_MODEL):
+        facts = read_model_facts(file)
+    with advising(f"hotkv-trio inspect {file}, which says where the model may be cut"):
+        owned = facts.check_layers(None if layers is None else parse_layers(layers, facts.n_layer))
+    return LlamaEngine(
+        file,
+        layers=None if owned == (0, facts.n_layer) else owned,
+        n_slots=sessions,
+        n_ctx=context,
+        type_k=types[0],
+        type_v=types[1],
+        threads=threads,
+    )
+
+
+def _tls(certificate: Path | None, client_authority: Path | None) -> ssl.SSLContext | None:
+    if certificate is None:
+        return None
+    with advising("a PEM file that holds the certificate chain and its key"):
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(certificate)
+        if client_authority is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(client_authority)
+    return context

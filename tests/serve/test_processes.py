@@ -1,0 +1,131 @@
+"""Shard servers as processes of their own: killed as the system kills them, and the commands that talk to them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import trio
+
+from hotkv_trio import open_runtime
+from hotkv_trio.llama import LlamaEngine
+from hotkv_trio.route import open_route
+from hotkv_trio.testing import build_tiny_gguf
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+    from pathlib import Path
+
+    from hotkv_trio.route import Route
+
+COMMAND = [sys.executable, "-m", "hotkv_trio"]
+TOKEN = "the-token-of-a-test"
+PROMPT = [5, 6, 7, 8, 9]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return build_tiny_gguf(tmp_path / "tiny.gguf")
+
+
+async def start(model: Path, layers: str, *options: str) -> trio.Process:
+    """Start a server; it accepts clients when this returns."""
+    process = await trio.lowlevel.open_process(
+        [*COMMAND, "serve", str(model), "--layers", layers, "--context", "256", "--threads", "1", "--exact", *options],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    assert process.stdout is not None
+    said = b""
+    with trio.fail_after(60):
+        while b"\n" not in said:
+            received = await process.stdout.receive_some()
+            assert received, "the server ended"
+            said += received
+    assert said.startswith(f"serving layers {layers} of tiny.gguf on ".encode())
+    return process
+
+
+@asynccontextmanager
+async def servers(model: Path) -> AsyncGenerator[tuple[list[str], list[trio.Process]]]:
+    sockets = [f"unix:{model.parent / name}" for name in ("0.sock", "1.sock")]
+    processes: list[trio.Process] = []
+    try:
+        for layers, where in zip(("0:2", "2:4"), sockets, strict=True):
+            processes.append(await start(model, layers, "--listen", where))
+        yield sockets, processes
+    finally:
+        for process in processes:
+            process.kill()
+            with trio.CancelScope(shield=True):
+                await process.wait()
+            if process.stdout is not None:
+                await process.stdout.aclose()
+
+
+async def generate(route: Route, n_tokens: int) -> list[int]:
+    async with route.open_session() as session, session.generate(PROMPT, n_tokens) as tokens:
+        return [token async for token in tokens]
+
+
+async def test_a_shard_killed_by_the_system_and_started_again_costs_no_token(model: Path) -> None:
+    async with (
+        open_runtime(LlamaEngine(model, n_ctx=256, threads=1), exact=True) as whole,
+        open_route([whole]) as route,
+    ):
+        expected = await generate(route, 12)
+    async with servers(model) as (sockets, processes), open_route(sockets) as route:
+        async with route.open_session() as session, session.generate(PROMPT, 12) as tokens:
+            got = [await anext(aiter(tokens)) for _ in range(4)]
+            processes[1].send_signal(signal.SIGKILL)
+            await processes[1].wait()
+            processes.append(await start(model, "2:4", "--listen", sockets[1]))
+            got += [token async for token in tokens]
+        assert session.replays == 1
+        assert got == expected
+
+
+async def call(*arguments: str, **environment: str) -> Any:
+    return await trio.run_process(
+        [*COMMAND, *arguments],
+        capture_stdout=True,
+        capture_stderr=True,
+        check=False,
+        env={**os.environ, "COLUMNS": "100", **environment},
+    )
+
+
+async def test_the_commands(model: Path) -> None:
+    async with servers(model) as (sockets, processes):
+        prompt = ("--model", str(model), "--prompt", "ab")
+        generated = await call("generate", "--route", *sockets, *prompt, "--tokens", "5")
+        assert generated.returncode == 0, generated.stderr
+        assert generated.stdout.endswith(b"\n")
+        shown = await call("top", "--connect", *sockets, "--looks", "1")
+        assert shown.returncode == 0, shown.stderr
+        assert b"0/4" in shown.stdout
+        wrong = await call("generate", "--route", *reversed(sockets), *prompt)
+        assert wrong.returncode == 2
+        assert b"a route begins with" in wrong.stderr
+        assert b"Next: try" in wrong.stderr
+        processes[0].send_signal(signal.SIGTERM)
+        with trio.fail_after(30):
+            assert await processes[0].wait() == 0
+        gone = await call("top", "--connect", sockets[0], "--looks", "1")
+        assert gone.returncode == 2
+        assert b"cannot connect" in gone.stderr
+
+
+async def test_serve_refuses_what_is_not_safe(model: Path) -> None:
+    refused = await call("serve", str(model), "--listen", "0.0.0.0:0", "--context", "256", HOTKV_TOKEN="")
+    assert refused.returncode == 2
+    assert b"there is no token" in refused.stderr
+    refused = await call("serve", str(model), "--listen", "0.0.0.0:0", "--context", "256", HOTKV_TOKEN=TOKEN)
+    assert refused.returncode == 2
+    assert b"without TLS" in refused.stderr
+    assert TOKEN.encode() not in refused.stderr
