@@ -8,6 +8,7 @@ from hotkv_trio.testing._cancel_sweep import Victim as Victim
 from hotkv_trio.testing._cancel_sweep import cancel_at_every_step as cancel_at_every_step
 from hotkv_trio.testing._engine_contract import EngineContract as EngineContract
 from hotkv_trio.testing._fake_engine import FakeEngine as FakeEngine
+from hotkv_trio.testing._replay_oracle import ReplayOracle as ReplayOracle
 from hotkv_trio.testing._run_program import Oracle as Oracle
 from hotkv_trio.testing._run_program import ProgramFailed as ProgramFailed
 from hotkv_trio.testing._run_program import ProgramRun as ProgramRun

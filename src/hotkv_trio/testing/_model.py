@@ -26,7 +26,7 @@ from hotkv_trio._errors import (
 )
 
 if TYPE_CHECKING:
-    from hotkv_trio._engine import Memory
+    from hotkv_trio._engine import Memory, Output
     from hotkv_trio._keys import SessionKey
 
 
@@ -35,6 +35,7 @@ class Appended:
     """An append that succeeded."""
 
     tokens: tuple[int, ...]
+    output: Output = "last"
 
 
 @attrs.frozen
@@ -67,11 +68,11 @@ class SessionModel:
     in_flight: int = 0
     """Operations that have not returned."""
 
-    def append(self, tokens: tuple[int, ...]) -> None:
+    def append(self, tokens: tuple[int, ...], output: Output) -> None:
         """Note a success."""
         self.had_kv, self.lost = True, False
         self.history.extend(tokens)
-        self.events.append(Appended(tokens))
+        self.events.append(Appended(tokens, output))
 
     def cut(self, length: int) -> None:
         """Note a success."""

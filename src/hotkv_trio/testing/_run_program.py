@@ -40,7 +40,7 @@ from hotkv_trio.testing.programs import (
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from hotkv_trio._engine import Append, Engine, EngineInfo, Output, Rows
+    from hotkv_trio._engine import Append, Engine, EngineInfo, Rows
     from hotkv_trio._runtime import Runtime
     from hotkv_trio._session import Session
     from hotkv_trio.testing._model import Cut
@@ -54,7 +54,7 @@ class Oracle(Protocol):
     """Says what a session that lived alone would have been given."""
 
     def __call__(self, events: Sequence[Appended | Cut], chunk: int) -> Rows:
-        """Return the rows of all tokens of the last event, an append made in chunks of ``chunk`` tokens."""
+        """Return the rows that the last event, an append made in chunks of ``chunk`` tokens, was to give."""
         ...
 
 
@@ -87,16 +87,8 @@ def run_program(
     Raises:
         ProgramFailed: something was not as it must be.
     """
-    if engine is None:
-        engine = FakeEngine(
-            n_slots=program.slots,
-            n_ctx_seq=program.n_ctx,
-            n_vocab=TOKENS * MOST_OPERATIONS,
-            memory=program.memory,
-            n_swa=4 if program.memory == "sliding" else 0,
-        )
     tape = ScheduleTape(program.tape)
-    runner = _Runner(program, engine, oracle)
+    runner = Runner(program, engine, oracle)
     problem: str | None = None
     try:
         tape.run(runner.run, instruments=[runner.invariants, *instruments])
@@ -174,13 +166,24 @@ class _Seen:
 
     model: SessionModel
     hot: bool = False
+    waits_from: int | None = None
+    """Since when it waits for a slot: a count of events."""
     idle_from: tuple[float, int] | None = None
     """Since when it is idle: clock time, and a count of events, for the order."""
 
 
-class _Runner:
-    def __init__(self, program: Program, engine: Engine, oracle: Oracle | None) -> None:
+class Runner:
+    """Does what clients do, and judges what comes of it."""
+
+    def __init__(self, program: Program, engine: Engine | None = None, oracle: Oracle | None = None) -> None:
         self.program = program
+        engine = engine or FakeEngine(
+            n_slots=program.slots,
+            n_ctx_seq=program.n_ctx,
+            n_vocab=TOKENS * MOST_OPERATIONS,
+            memory=program.memory,
+            n_swa=4 if program.memory == "sliding" else 0,
+        )
         self.recorder = _Recorder(engine)
         self.fake = engine if isinstance(engine, FakeEngine) else None
         self.oracle = oracle or (self._fake_rows if self.fake else None)
@@ -198,7 +201,8 @@ class _Runner:
         self._events = 0
         self._end: str | None = None
 
-    async def run(self) -> None:
+    async def run(self, body: Callable[[trio.Nursery], Awaitable[None]] | None = None) -> None:
+        """Run the program's clients, or something else, with a runtime."""
         program = self.program
         self.executor = InlineExecutor()
         bytes_of_slot = program.n_ctx * 10 if self.fake else None
@@ -218,6 +222,8 @@ class _Runner:
             self.invariants.watch(self.runtime)
             self.invariants.also.append(self._observe)
             async with trio.open_nursery() as self._nursery:
+                if body is not None:
+                    await body(self._nursery)
                 for me, operations in enumerate(program.clients):
                     self._nursery.start_soon(self._client, me, deque(operations), name=f"client {me}")
             await self._settle()
@@ -234,6 +240,8 @@ class _Runner:
         for index, group in enumerate(self.recorder.calls):
             if self.program.exact and len(group) > 1:
                 return f"native call {index} serves {len(group)} sessions in exact mode"
+            if [append.slot for append in group] != list(range(group[0].slot, group[0].slot + len(group))):
+                return f"native call {index} serves slots that are not next to each other"
             for append in group:
                 if append.n_tokens > max(self.program.chunk, 1):
                     return f"native call {index} appends {append.n_tokens} tokens at once"
@@ -279,7 +287,7 @@ class _Runner:
             if isinstance(operation, Open):
                 await self._open(me, operation, operations)
             else:
-                await self._perform(me, operation)
+                await self.perform(me, operation)
 
     async def _inside(self, me: int, operations: deque[Operation]) -> None:
         """Do what a client does with its session."""
@@ -287,7 +295,25 @@ class _Runner:
             operation = operations.popleft()
             if isinstance(operation, Close):
                 return
-            await self._perform(me, operation)
+            await self.perform(me, operation)
+
+    async def start(self, me: int, operation: Open) -> None:
+        """Start a session that outlives the call, and make it the client's."""
+        key = SessionKey(operation.name, operation.epoch)
+        self._names.add(operation.name)
+        self._note(me, f"start {operation!r} ...")
+        outcome: Session | Exception
+        try:
+            outcome = await self.runtime.start_session(key, pinned=operation.pinned, wait=operation.wait)
+        except (HotKVError, trio.WouldBlock) as exc:
+            outcome = exc
+            live = any(seen.model.key == key for seen in self._seen.values())
+            problem = self.model.judge_open(key, wait=operation.wait, live=live, free=False, outcome=exc)
+            if problem:
+                self.invariants.violated(f"client {me}: {operation!r}: {problem}")
+        else:
+            self._opened(me, outcome, operation)
+        self._told(me, operation, outcome)
 
     async def _open(self, me: int, operation: Open, operations: deque[Operation]) -> None:
         key = SessionKey(operation.name, operation.epoch)
@@ -302,7 +328,7 @@ class _Runner:
             pending = [True]
             if operation.cancel_after is not None:
                 self._nursery.start_soon(
-                    self._cancel_later, scope, operation.cancel_after, pending, partial(self._releasing.update, [key])
+                    self._cancel_later, scope, operation.cancel_after, pending, partial(self.expect_release, key)
                 )
             try:
                 if operation.how == "scope":
@@ -359,7 +385,12 @@ class _Runner:
         if problem:
             self.invariants.violated(f"client {me}: {operation!r}: {problem}")
 
-    async def _perform(self, me: int, operation: Operation) -> None:
+    def expect_release(self, key: SessionKey) -> None:
+        """Note that a call which opens this key is being cancelled: what it has opened by then is released."""
+        self._releasing[key] += 1
+
+    async def perform(self, me: int, operation: Operation) -> None:
+        """Do one operation, other than to open, with the client's session if it takes one."""
         if isinstance(operation, Sleep):
             await trio.sleep(operation.seconds)
         elif isinstance(operation, Pause):
@@ -428,7 +459,7 @@ class _Runner:
             model.ending |= isinstance(operation, Aclose) or self._is_live(session)
         self._note(me, f"{operation!r} of {session!r} ...")
         outcome: Any = "cancelled"
-        colds = model.colds
+        colds, stale = model.colds, self.model.is_stale(session.key)
         works = isinstance(operation, Prefill | Decode | Restart | Truncate)
         model.in_flight += works
         with trio.CancelScope() as scope:
@@ -446,7 +477,7 @@ class _Runner:
                 pending.clear()
                 model.in_flight -= works
                 self._releasing[session.key] -= isinstance(operation, Release | Aclose)
-                self._judge(me, operation, session, tokens, at, length, outcome, colds)
+                self._judge(me, operation, session, tokens, at, length, outcome, colds, stale=stale)
                 if running.last is None:
                     running.last = len(self.recorder.calls)
 
@@ -460,6 +491,8 @@ class _Runner:
         length: int,
         outcome: Any,
         colds: int,
+        *,
+        stale: bool,
     ) -> None:
         self._look_at(session)
         seen = self._seen_of(session)
@@ -474,14 +507,16 @@ class _Runner:
                 problem = self.model.judge_append(model, len(tokens), at, outcome)
             elif outcome != "cancelled":
                 problem = self.model.judge_append(model, len(tokens), at, (outcome.position, outcome.length))
-                model.append(tokens)
-                problem = problem or self._judge_rows(model, getattr(operation, "output", "last"), outcome.output)
+                model.append(tokens, getattr(operation, "output", "last"))
+                problem = problem or self._judge_rows(model, outcome.output)
         elif isinstance(operation, Truncate):
             if outcome is None or isinstance(outcome, Exception):
                 problem = self.model.judge_truncate(model, length, outcome)
             if outcome is None:
                 model.cut(length)
         elif outcome is None or isinstance(outcome, bool):
+            if outcome is not None and stale:
+                problem = "did not say that the epoch is stale"
             model.ended |= isinstance(operation, Aclose) or not self._is_live(session)
         elif isinstance(outcome, Exception) and not (
             isinstance(outcome, StaleEpoch) and self.model.is_stale(session.key)
@@ -496,12 +531,10 @@ class _Runner:
             self.invariants.violated(f"client {me}: {operation!r}: {problem}")
         self._told(me, operation, outcome)
 
-    def _judge_rows(self, model: SessionModel, output: Output, rows: Rows) -> str | None:
+    def _judge_rows(self, model: SessionModel, rows: Rows) -> str | None:
         if self.oracle is None:
             return None
         expected = self.oracle(model.events, self.program.chunk)
-        n_rows = {"none": 0, "last": 1, "all": len(expected)}[output]
-        expected = expected[len(expected) - n_rows :]
         if rows.shape != expected.shape:
             return f"output of shape {rows.shape}, not {expected.shape}"
         return None if np.array_equal(rows, expected) else f"output that is not that of its own history {model.history}"
@@ -511,7 +544,7 @@ class _Runner:
         for event in events:
             if isinstance(event, Appended):
                 history.extend(event.tokens)
-                n = len(event.tokens)
+                n = {"none": 0, "last": 1, "all": len(event.tokens)}[event.output]
             else:
                 del history[event.length :]
         return cast("FakeEngine", self.fake).rows(history)[len(history) - n :]
@@ -559,6 +592,13 @@ class _Runner:
             for running in self._operations:
                 if running.session is seen.model:
                     self._cut_off(running)
+        if seen.hot and not was_hot:
+            self._check_turn(session, seen)
+        if session._tenancy is None or seen.hot:
+            seen.waits_from = None
+        elif seen.waits_from is None:
+            self._events += 1
+            seen.waits_from = self._events
         if was_hot and not seen.hot:
             reason = session._cold_reason
             problem = self._judge_loss(session, seen, reason)
@@ -573,6 +613,12 @@ class _Runner:
         elif seen.idle_from is None:
             self._events += 1
             seen.idle_from = trio.current_time(), self._events
+
+    def _check_turn(self, session: Session, seen: _Seen) -> None:
+        for other, theirs in self._seen.items():
+            waits = theirs.waits_from is not None and other._tenancy is not None and not other.hot
+            if waits and (seen.waits_from is None or cast("int", theirs.waits_from) < seen.waits_from):
+                raise AssertionError(f"{session!r} got a slot before {other!r}, which has waited for longer")
 
     def _judge_loss(self, session: Session, seen: _Seen, reason: MissReason) -> str | None:
         model = seen.model
