@@ -1,0 +1,101 @@
+"""Ask the real library every hostile row, make many random hostile calls, and write both down.
+
+    python evidence/hostile/record.py [--calls N]
+
+It runs the two commands that the tests in `tests/hostile` run, with more calls, and writes `README.md` beside itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "evidence")]
+
+from record import stamp  # noqa: E402
+from tests.hostile._ask import ask  # noqa: E402
+from tests.hostile._rows import NEVER, ROWS  # noqa: E402
+from tests.hostile.test_calls import attack  # noqa: E402
+
+FRAME = """# Nothing that a client says kills, corrupts or outlives
+
+Made by `python evidence/hostile/record.py`; nothing here is typed by hand but the words around the figures.
+
+{stamp}
+
+## What llama.cpp cannot take, asked of it
+
+Each value was handed to a real engine on a tiny random model, all of them in **one** child process, which answered
+every row and then ended by itself (exit status {status}).  *Unmoved* says that after the row the next 70 rows of a
+neighbour in slot 0 were, bit for bit, what they were before the first row.
+
+| llama.cpp | kind | value | typed error | unmoved |
+|---|---|---|---|---|
+{table}
+
+The gate was then taken away, in processes of their own, for the rows marked † (a few that end the process on this
+machine): {died} of {controls} died.
+
+Closed because nothing says it; a test holds the source against these names:
+
+{never}
+
+## Random calls, most of them hostile
+
+Two neighbours work meanwhile (prefill, decode, truncate, in exact mode; at the engine, one neighbour).  Their outputs
+are compared with the same work done alone.
+
+| where | calls | outcomes | anything else | neighbours' operations | unmoved | bytes left | tokens left |
+|---|---|---|---|---|---|---|---|
+{reports}
+"""
+
+
+def main() -> int:
+    """Write the record; exit 1 unless all of it is as it should be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=20_000)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        asked = ask(Path(folder), ROWS)
+        controls = [row for row in ROWS if row.ungated]
+        died = sum(ask(Path(folder), [row], ungated=True).status < 0 for row in controls)
+        reports = [attack(Path(folder), where=where, calls=arguments.calls) for where in ("sessions", "engine")]
+    answers = {answer.row: answer for answer in asked.answers}
+    held = asked.status == 0 and died == len(controls)
+    table = []
+    for row in ROWS:
+        answer = answers.get(row.name)
+        held = held and answer is not None and answer.error == row.error and answer.unmoved
+        said = "NO ANSWER" if answer is None else answer.error or "none: made right, and served"
+        unmoved = "yes" if answer is not None and answer.unmoved else "NO"
+        table.append(f"| {row.does} | {row.kind}{' †' if row.ungated else ''} | {row.value} | {said} | {unmoved} |")
+    lines = []
+    for report in reports:
+        outcomes = ", ".join(f"{name} {n:,}" for name, n in sorted(report["outcomes"].items(), key=lambda o: -o[1]))
+        held = held and report["neighbours_unmoved"] and not report["unexpected"]
+        held = held and not report["borrowed_bytes"] and not report["tokens_left"]
+        lines.append(
+            f"| {report['where']} | {report['calls']:,} | {outcomes} | {len(report['unexpected'])} |"
+            f" {report['neighbour_operations']:,} | {'yes' if report['neighbours_unmoved'] else 'NO'} |"
+            f" {report['borrowed_bytes']} | {report['tokens_left']} |"
+        )
+    text = FRAME.format(
+        stamp=stamp().replace("`make evidence`", "`evidence/hostile/record.py`"),
+        status=asked.status,
+        table="\n".join(table),
+        died=died,
+        controls=len(controls),
+        never="\n".join(f"- {kind}: {', '.join(f'`{name}`' for name in names)}" for kind, names in NEVER.items()),
+        reports="\n".join(lines),
+    )
+    Path(__file__).with_name("README.md").write_text(text, encoding="utf-8")
+    print("\n".join(lines))
+    return 0 if held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
