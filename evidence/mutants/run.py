@@ -75,7 +75,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         "",
         f"{found} of {len(planted)} found by what the test suite runs by default. Written by `run.py`.",
         "",
-        "*Programs*: how many of 1,000 the fuzz ran until the first failure. *Sweep*: whether the cancel sweep finds it.",
+        "*Programs*: how many of 1,000 the fuzz ran to its first failure. *Sweep*: whether the cancel sweep finds it.",
         "",
         "| fault | found by | programs | seconds | sweep | first words |",
         "|---|---|---|---|---|---|",

@@ -325,7 +325,7 @@ class Runner:
         outcome: str | Exception = "cancelled"
         session: Session | None = None
         with trio.CancelScope() as scope:
-            pending = [True]
+            pending, living = [True], [True]
             if operation.cancel_after is not None:
                 self._nursery.start_soon(
                     self._cancel_later, scope, operation.cancel_after, pending, partial(self.expect_release, key)
@@ -335,6 +335,7 @@ class Runner:
                     async with self.runtime.open_session(key, **options) as session:
                         pending.clear()
                         self._opened(me, session, operation)
+                        self._hang_up_later(scope, operation, living, key)
                         await self._inside(me, operations)
                         self._seen_of(session).model.ending = True
                 elif operation.how == "serve":
@@ -344,6 +345,7 @@ class Runner:
                 if operation.how != "scope":
                     pending.clear()
                     self._opened(me, session, operation)
+                    self._hang_up_later(scope, operation, living, key)
                     try:
                         await self._inside(me, operations)
                     finally:
@@ -355,6 +357,7 @@ class Runner:
                 outcome = exc
             finally:
                 pending.clear()
+                living.clear()
         self._sessions.pop(me, None)
         self._releasing[key] -= scope.cancel_called
         if scope.cancel_called:
@@ -362,6 +365,9 @@ class Runner:
                 seen.model.ending |= other.key == key and other not in self._sessions.values()
         if session is not None:
             self._seen_of(session).model.ended = True
+            leaving = session._leaving
+            if session._gone is None or (leaving is not None and not leaving.returned):
+                self.invariants.violated(f"client {me}: {operation!r} was left, but {session!r} has not given all back")
             if isinstance(outcome, Exception):
                 self.invariants.violated(f"client {me}: {operation!r} ended with {outcome!r}")
         elif isinstance(outcome, Exception):
@@ -372,6 +378,12 @@ class Runner:
             if problem:
                 self.invariants.violated(f"client {me}: {operation!r}: {problem}")
         self._told(me, operation, outcome)
+
+    def _hang_up_later(self, scope: trio.CancelScope, operation: Open, living: list[bool], key: SessionKey) -> None:
+        if operation.hang_up is not None:
+            self._nursery.start_soon(
+                self._cancel_later, scope, operation.hang_up, living, partial(self.expect_release, key)
+            )
 
     def _opened(self, me: int, session: Session, operation: Open) -> None:
         self._sessions[me] = session
@@ -463,7 +475,7 @@ class Runner:
         works = isinstance(operation, Prefill | Decode | Restart | Truncate)
         model.in_flight += works
         with trio.CancelScope() as scope:
-            pending = [True]
+            pending, living = [True], [True]
             if operation.cancel_after is not None:
                 self._nursery.start_soon(
                     self._cancel_later, scope, operation.cancel_after, pending, partial(self._cut_off, running)

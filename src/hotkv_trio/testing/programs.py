@@ -38,6 +38,8 @@ class Open(_Operation):
     wait: bool = True
     cancel_after: int | None = None
     """Cancel the call after this many checkpoints of another task, if it has not returned by then."""
+    hang_up: int | None = None
+    """Cancel all that the client does with the session after so many checkpoints since it was opened."""
 
 
 @attrs.frozen(repr=False)

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 _LATER = st.none() | st.integers(0, 12)
 """When to cancel; simplest: not at all."""
 
+_MUCH_LATER = st.sampled_from([None, None, None, 0, 3, 8, 14, 20, 30])
 _NAMES = st.sampled_from(["a", "b", "c", "d", "e"])
 _EPOCHS = st.sampled_from([0, 0, 0, 0, 1, 2])
 
@@ -74,6 +75,7 @@ def operations(n_clients: int, *, failures: bool = True, budgets: bool = True) -
                 pinned=st.sampled_from([False, False, False, True]),
                 wait=st.sampled_from([True, True, True, False]),
                 cancel_after=_LATER,
+                hang_up=_MUCH_LATER,
             ),
         ),
         (
@@ -150,4 +152,6 @@ def _client(n_clients: int, most: int, *, failures: bool, budgets: bool) -> st.S
     return st.lists(operations(n_clients, failures=failures, budgets=budgets), max_size=most)
 
 
-_OPENINGS = st.builds(Open, name=_NAMES, epoch=_EPOCHS, how=st.sampled_from(["scope", "serve", "start"]))
+_OPENINGS = st.builds(
+    Open, name=_NAMES, epoch=_EPOCHS, how=st.sampled_from(["scope", "serve", "start"]), hang_up=_MUCH_LATER
+)
