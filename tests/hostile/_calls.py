@@ -75,11 +75,11 @@ class Neighbour:
     async def work(self, session: Session, until: Callable[[], bool]) -> None:
         rng = random.Random(self.name)
         while not until():
-            length, n = session.length, rng.choice([1, 1, 1, 1, 5, 64, 80])
-            if length + n > 250:
+            data = values.right_data(rng) if rng.random() < 0.4 else [rng.randrange(512)]
+            if session.length + len(data) > 250:
                 await session.truncate(rng.randint(0, 100))
             else:
-                result = await session.prefill(values.right_data(rng) if n > 5 else [rng.randrange(512)] * n)
+                result = await session.prefill(data)
                 self.digest.update(result.output.tobytes())
             self.done += 1
 
