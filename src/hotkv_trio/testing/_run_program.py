@@ -475,7 +475,7 @@ class Runner:
         works = isinstance(operation, Prefill | Decode | Restart | Truncate)
         model.in_flight += works
         with trio.CancelScope() as scope:
-            pending, living = [True], [True]
+            pending = [True]
             if operation.cancel_after is not None:
                 self._nursery.start_soon(
                     self._cancel_later, scope, operation.cancel_after, pending, partial(self._cut_off, running)
