@@ -260,3 +260,28 @@ async def test_a_chain_of_epochs_leaves_one_session_and_its_bytes() -> None:
         assert (rig.statistics.sessions, rig.statistics.waiting) == (1, 0)
         assert all(isinstance(one.error, StaleEpoch) or not one.done for one in ended[:-1])
         nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("ends", ["superseded", "released"])
+async def test_a_truncate_under_way_when_its_session_ends_says_so_and_harms_no_successor(ends: str) -> None:
+    async with open_rig(FakeEngine(n_slots=1)) as rig, trio.open_nursery() as nursery:
+        old = await rig.runtime.start_session(OLD)
+        await old.prefill([1, 2, 3])
+        rig.executor.hold()
+        truncate = spawn(nursery, old.truncate, 1)
+        await wait_all_tasks_blocked()
+        if ends == "superseded":
+            spawn(nursery, hold_open, rig.runtime, NEW)
+        else:
+            spawn(nursery, rig.runtime.release, OLD)
+        await wait_all_tasks_blocked()
+        assert not truncate.done
+        rig.executor.resume()
+        await wait_all_tasks_blocked()
+        assert isinstance(truncate.error, StaleEpoch if ends == "superseded" else CacheMiss)
+        assert (old.hot, old.length, rig.holds(0)) == (False, 0, 0)
+        assert rig.statistics.failed == 0
+        async with rig.runtime.open_session(key("a", 3)) as successor:
+            result = await successor.prefill([4, 5])
+            assert rig.is_solo(result.output, [4, 5])
+        nursery.cancel_scope.cancel()
