@@ -20,6 +20,7 @@ from hotkv_trio._errors import EngineFailed, InvalidInput
 from hotkv_trio.llama import LlamaEngine, Vocabulary, _ffi, _log
 from hotkv_trio.llama._facts import ModelFacts
 from hotkv_trio.llama._gate import Gate
+from hotkv_trio.llama._slice import slice_gguf
 from tests.llama.conftest import N_VOCAB, Opened, hidden, opened, tokens
 
 if TYPE_CHECKING:
@@ -579,6 +580,14 @@ def test_a_model_without_a_cache_is_refused(tiny: Tiny, monkeypatch: pytest.Monk
     with pytest.raises(InvalidInput, match="not a decoder"):
         LlamaEngine(tiny(), threads=1).open()
     assert counts.made == counts.freed == 1
+
+
+def test_a_shard_file_is_refused_as_a_model(tiny: Tiny, tmp_path: Path) -> None:
+    shard = slice_gguf(tiny("llama"), (1, 3), tmp_path / "shard.gguf")
+    for layers in (None, (0, 2)):
+        engine = LlamaEngine(shard, layers=layers, n_slots=1, n_ctx=256)
+        with pytest.raises(InvalidInput, match=r"shard \(layers 1:3\): give the whole model"):
+            engine.open()
 
 
 def test_repr_says_the_state(tiny: Tiny) -> None:
