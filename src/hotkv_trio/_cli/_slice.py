@@ -25,9 +25,9 @@ def slice_(
 ) -> None:
     """Write a range of a model's layers as a GGUF file of its own, which the stock llama.cpp loads.
 
-    ``LlamaEngine(path, layers=…)`` does this by itself, from the whole model, and keeps the result; by hand it serves to
-    look at a shard, and to load it with other tools. The shard computes, bit for bit, what these layers compute in the
-    whole model.
+    ``LlamaEngine(path, layers=…)`` does this by itself, from the whole model, and keeps the result; by hand it serves
+    to look at a shard, and to load it with other tools. The shard computes, bit for bit, what these layers compute in
+    the whole model.
     """
     from hotkv_trio.llama._architectures import check_range
     from hotkv_trio.llama._facts import read_model_facts
