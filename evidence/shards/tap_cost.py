@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from hotkv_trio.llama._tap import TapKind
 
 KINDS: tuple[TapKind | None, ...] = (None, "native", "python")
+LIMIT = 0.015
+"""Of a decode step: what the native tap may cost."""
 START, LENGTH = 64, 256
 """Tokens cached before the first timed step, and when the sequence is begun again."""
 
@@ -43,8 +46,8 @@ def step(context: Context, position: int, states: Rows) -> float:
     return time.perf_counter() - begun
 
 
-def main() -> None:
-    """Measure and print."""
+def main() -> int:
+    """Measure and print; exit 1 if the native tap costs more than it may."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a GGUF file")
     parser.add_argument("layers", help="first:end, as 0:15")
@@ -75,12 +78,16 @@ def main() -> None:
     base = statistics.median(took[None])
     print(f"{Path(given.model).name} layers {given.layers}, {given.threads} threads, {given.steps} decode steps")
     print(f"without a tap: {base * 1e3:.3f} ms a step")
+    costs = {}
     for kind in KINDS[1:]:
-        cost = statistics.median(b - a for a, b in zip(took[None], took[kind], strict=True))
-        print(f"{kind} tap: {cost * 1e6:+.1f} us a step, {cost / base:+.2%}")
+        costs[kind] = statistics.median(b - a for a, b in zip(took[None], took[kind], strict=True))
+        print(f"{kind} tap: {costs[kind] * 1e6:+.1f} us a step, {costs[kind] / base:+.2%}")
     for context in contexts.values():
         context.close()
+    within = costs["native"] / base <= LIMIT
+    print(f"native within {LIMIT:.1%}: {'yes' if within else 'NO'}")
+    return 0 if within else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
