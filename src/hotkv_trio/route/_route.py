@@ -81,7 +81,7 @@ async def open_route(
     replay: Replay = "exact",
     prefill_chunk: int = 128,
     max_sessions: int | None = None,
-    max_attempts: int = 25,
+    max_attempts: int = 60,
     jitter: Callable[[], float] = random.random,  # noqa: S311
 ) -> AsyncGenerator[Route]:
     """Open a route for as long as the ``async with`` lasts.

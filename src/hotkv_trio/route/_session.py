@@ -36,7 +36,7 @@ Replay: TypeAlias = Literal["exact", "fast"]
 
 _LOST = (CacheMiss, StaleEpoch, RuntimeClosed, ConnectionLost, ShardDraining)
 _FIRST_DELAY = 0.05
-_LAST_DELAY = 2.0
+_LAST_DELAY = 1.0
 """Seconds before an attempt: before the second, doubled up to the last."""
 
 
