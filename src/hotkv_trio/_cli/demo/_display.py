@@ -72,8 +72,9 @@ class Progress:
 
 def show(facts: DemoFacts, console: Console) -> None:
     """Print what was found."""
+    count = len(facts.sessions)
     console.print(
-        f"\n[bold]{len(facts.sessions)} sessions[/] on ",
+        f"\n[bold]{count} session{'s' * (count > 1)}[/] on ",
         Text(facts.model, style="bold"),
         f": {facts.architecture}, {facts.memory} memory, {facts.n_vocab:,} tokens in the vocabulary,"
         f" {facts.context_tokens} tokens a slot\n",
@@ -111,8 +112,8 @@ def _sessions(sessions: Sequence[SessionFacts]) -> Table:
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
-        caption="exact: every logit, bit for bit. grouped: every bit, when the neighbours' tokens were exchanged;\n"
-        "then the largest difference of a logit, and the share of calls with the same best token.",
+        caption="exact: every logit, bit for bit. grouped: every bit, when the neighbours' tokens were exchanged; then"
+        " the largest difference of a logit, and the share of calls with the same best token.",
         caption_justify="left",
     )
     table.add_column("session", justify="right")
@@ -137,30 +138,18 @@ def _sessions(sessions: Sequence[SessionFacts]) -> Table:
 
 def _modes(facts: DemoFacts) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("mode")
-    for name in (
-        "prefill\ntokens/s",
-        "decode\ntokens/s",
-        "native\ncalls",
-        "KV bytes\nbefore",
-        "at the\npeak",
-        "after",
-        "of a\nbudget of",
-        "tokens left\nin llama.cpp",
-    ):
-        table.add_column(name, justify="right")
-    for name, mode in (("exact", facts.exact), ("grouped", facts.grouped)):
-        table.add_row(
-            name,
-            f"{mode.prefill_tokens_per_second:,.0f}",
-            f"{mode.decode_tokens_per_second:,.0f}",
-            f"{mode.native_calls:,}",
-            f"{mode.kv_bytes_before:,}",
-            f"{mode.kv_bytes_peak:,}",
-            f"{mode.kv_bytes_after:,}",
-            f"{mode.kv_bytes_budget:,}",
-            f"{mode.tokens_left}",
-        )
+    table.add_column()
+    table.add_column("exact", justify="right")
+    table.add_column("grouped", justify="right")
+    modes = (facts.exact, facts.grouped)
+    table.add_row("prefill, tokens/s in native calls", *(f"{mode.prefill_tokens_per_second:,.0f}" for mode in modes))
+    table.add_row("decode, tokens/s in native calls", *(f"{mode.decode_tokens_per_second:,.0f}" for mode in modes))
+    table.add_row("native calls", *(f"{mode.native_calls:,}" for mode in modes))
+    table.add_row("KV bytes before", *(f"{mode.kv_bytes_before:,}" for mode in modes))
+    table.add_row("KV bytes at the peak", *(f"{mode.kv_bytes_peak:,}" for mode in modes))
+    table.add_row("KV bytes after", *(f"{mode.kv_bytes_after:,}" for mode in modes))
+    table.add_row("KV byte budget", *(f"{mode.kv_bytes_budget:,}" for mode in modes))
+    table.add_row("tokens left in native sequences", *(f"{mode.tokens_left:,}" for mode in modes))
     return table
 
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from hotkv_trio._cli.demo._recorder import NativeCall
     from hotkv_trio._engine import Engine
 
-PREFILL_CHUNK = 96
-"""Tokens: a long prompt takes two native calls, the first of them with more than 64."""
+PREFILL_CHUNK = 64
+"""Tokens: a long prompt takes several native calls, and attention kernels another path in those that are full."""
 
 
 class Watcher(Protocol):

@@ -135,15 +135,19 @@ async def _play_in_groups(setting: Setting, solos: Sequence[Take], watcher: Watc
         keepers = list(exchanges(len(solos)))
         for number, kept in enumerate(keepers, 1):
             watcher.begin(f"again, with other neighbours ({number} of {len(keepers)})", n_tokens)
-            takes = [
-                repeated(solo) if i in kept else exchanged(solo, stage.runtime.info.n_vocab, (number, i))
-                for i, solo in enumerate(solos)
-            ]
-            run = await play_grouped(stage, takes)
-            same_schedule = same_schedule and run.schedule == first.schedule
+            again = await play_grouped(
+                stage,
+                [
+                    repeated(solo) if i in kept else exchanged(solo, stage.runtime.info.n_vocab, (number, i))
+                    for i, solo in enumerate(solos)
+                ],
+            )
+            same_schedule = same_schedule and again.schedule == first.schedule
             for i in kept:
-                same = compare(run.takes[i].rows, first.takes[i].rows).equal
+                same = compare(again.takes[i].rows, first.takes[i].rows).equal
                 unmoved[i] = same and unmoved[i] is not False
+            # Its logits need not lie there beside the next run's.
+            again.takes.clear()
     return _Grouped(distances, unmoved, len(keepers), same_schedule, stage.facts(first.calls))
 
 
