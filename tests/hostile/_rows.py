@@ -246,6 +246,12 @@ ROWS: Final[tuple[Row, ...]] = (
     ),
     Row(WRONG, "hidden states under M-RoPE", "Qwen2-VL", _to("qwen2vl", data=hidden(3))),
     Row(WRONG, "tokens on a shard that is not the first", "0", _to("shard", data=np.zeros(1, np.int32))),
+    Row(
+        WRONG,
+        "tokens out of range",
+        "-1, hidden in a masked array",
+        _appended(data=np.ma.masked_array(np.full(3, -1, np.int32), mask=True)),
+    ),
     Row(WRONG, "tokens out of range", "-1", _appended(data=np.array([-1], np.int32))),
     Row(WRONG, "tokens out of range", "512 of 512", _appended(data=np.array([512], np.int32))),
 )

@@ -65,6 +65,10 @@ WRONG: dict[str, tuple[Callable[[], Group], str]] = {
     "tokens in two dimensions": (lambda: _one(np.zeros((2, 2), np.int32)), "not of shape (2, 2)"),
     "one token without a dimension": (lambda: _one(np.array(5, np.int32)), "not of shape ()"),
     "a list": (lambda: _one([1, 2, 3]), "data is a numpy array, not list"),
+    "an array that hides its elements": (
+        lambda: _one(np.ma.masked_array(np.full(3, -1, np.int32), mask=True)),
+        "data is a numpy array, not MaskedArray",
+    ),
     "tokens of 8 bytes": (lambda: _one(np.zeros(3, np.int64)), "not <i8"),
     "tokens without a sign": (lambda: _one(np.zeros(3, np.uint32)), "not <u4"),
     "tokens of the other byte order": (lambda: _one(np.zeros(3, ">i4")), "not >i4"),

@@ -22,6 +22,7 @@ two entries at one position, a hole, a replay,       `Gate.check_group`: a posit
 position -1, a first position that is not 0          follow from it; slots are distinct
 NaN, Inf: poison the slot's next tenant              `Gate.check_group`; what overflows later, the engine's output check
 a state shorter than its rows: read past its end     `Gate.check_group`, dtype, contiguity and width
+an array that is not what it says: a bad token       `Gate.check_group`, plain arrays only
 token and hidden state in one entry                  ``_ffi.Batch`` adds one or the other
 hidden states under M-RoPE: misread positions        `Gate.check_group`, ``n_embd`` 0
 tokens on a shard that is not the first              `Gate.check_group`, ``n_vocab`` 0
@@ -202,7 +203,8 @@ class Gate:
 
     def _check_data(self, member: Append) -> None:
         data: Any = member.data
-        if not isinstance(data, np.ndarray):
+        # No subclass: a masked array's least and greatest elements, say, are what it likes.
+        if type(data) is not np.ndarray:
             raise InvalidInput(f"data is a numpy array, not {type(data).__name__}")
         if data.dtype == _INT32:
             self._check_tokens(data)
