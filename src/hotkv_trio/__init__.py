@@ -16,6 +16,7 @@ from hotkv_trio._errors import RuntimeClosed as RuntimeClosed
 from hotkv_trio._errors import SessionExists as SessionExists
 from hotkv_trio._errors import StaleEpoch as StaleEpoch
 from hotkv_trio._errors import TruncateUnsupported as TruncateUnsupported
+from hotkv_trio._isolation import IsolationReport as IsolationReport
 from hotkv_trio._keys import SessionKey as SessionKey
 from hotkv_trio._limiter import KVLimiter as KVLimiter
 from hotkv_trio._limiter import KVLimiterStatistics as KVLimiterStatistics

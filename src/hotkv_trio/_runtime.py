@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 from collections import Counter
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
@@ -27,6 +28,7 @@ from hotkv_trio._errors import (
     RuntimeClosed,
     StaleEpoch,
 )
+from hotkv_trio._isolation import MOST_SLOTS, IsolationReport, prove
 from hotkv_trio._keys import SessionKey
 from hotkv_trio._limiter import KVLimiter
 from hotkv_trio._nursery import open_body_nursery, protected_context, start_service
@@ -38,7 +40,7 @@ from hotkv_trio._session import Session, Tenancy
 from hotkv_trio._statistics import RuntimeStatistics
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Generator
 
     import outcome
 
@@ -265,6 +267,48 @@ class Runtime:
             return False
         await self._close(session, MissReason.RELEASED)
         return True
+
+    @trio.lowlevel.enable_ki_protection
+    async def verify_isolation(self) -> IsolationReport:
+        """Prove on this very engine what isolation holds, bit for bit, and say it.
+
+        It takes up to four slots that are free, as sessions of its own, and makes some hundred native calls in them;
+        other sessions' calls go in between.  The slots are free and the bytes are back when it returns or raises, also
+        after `trio.Cancelled`.
+
+        Raises:
+            trio.WouldBlock: no slot is free.
+            EngineFailed: a native call failed that should not have, which is a finding too.
+            CacheMiss: a slot was lost meanwhile (by a smaller budget, say).
+            RuntimeClosed: the runtime has ended.
+        """
+        await trio.lowlevel.checkpoint_if_cancelled()
+        self._require_open()
+        fit = (self._limiter.total_bytes - self._limiter.borrowed_bytes) // max(1, self._info.slot_bytes)
+        if not (fit := min(MOST_SLOTS, self._ledger.free_slots, fit)):
+            raise trio.WouldBlock
+        name = f"verify-isolation-{secrets.token_hex(8)}"
+        async with AsyncExitStack() as stack:
+            slots = []
+            for number in range(fit):
+                session = await stack.enter_async_context(
+                    self.open_session(SessionKey(f"{name}-{number}", 0), pinned=True, wait=False)
+                )
+                # Busy to its end: its slot holds what it does not know of.
+                await session._begin()
+                slots.append((session, session._require_slot()))
+            proof = prove(self._engine, self._info, [slot for _, slot in slots])
+            try:
+                while True:
+                    await trio.lowlevel.checkpoint()
+                    for session, slot in slots:
+                        if session._require_slot() != slot:
+                            raise CacheMiss(session.key, session._cold_reason)
+                    report = await call(self._executor, partial(_advance, proof))
+                    if report is not None:
+                        return report
+            finally:
+                proof.close()
 
     # From here on: for the modules of this package.
 
@@ -624,6 +668,16 @@ async def _emptied(session: Session) -> None:
 
 def _do_nothing() -> None:
     """Stand behind the jobs that were submitted before."""
+
+
+def _advance(proof: Generator[None, None, IsolationReport]) -> IsolationReport | None:
+    """Take one step of a proof (on the owner thread); return the report when it is done."""
+    try:
+        next(proof)
+    except StopIteration as stop:
+        report: IsolationReport = stop.value
+        return report
+    return None
 
 
 def _error_of(result: outcome.Outcome[Any]) -> BaseException | None:

@@ -288,6 +288,17 @@ class Session:
         if self._tenancy is not tenancy:
             raise CacheMiss(self._key, self._cold_reason)
 
+    def _require_slot(self) -> int:
+        """Return the slot that it holds.
+
+        Raises:
+            CacheMiss: it is cold, or has ended.
+        """
+        self._require_live()
+        if self._tenancy is None:
+            raise CacheMiss(self._key, self._cold_reason)
+        return self._tenancy.slot
+
     def _require_position(self, at: int | None, n_tokens: int) -> None:
         limit = self._runtime._info.n_ctx_seq
         if at is None and self._lost:

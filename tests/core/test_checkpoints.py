@@ -100,6 +100,10 @@ async def serve_session(state: State) -> None:
         session.cancel()
 
 
+async def verify_isolation(state: State) -> None:
+    await state[0].runtime.verify_isolation()
+
+
 async def open_a_runtime(state: State) -> None:
     async with open_runtime(FakeEngine(), executor=InlineExecutor()):
         pass
@@ -124,6 +128,7 @@ CALLS: dict[str, list[Callable[[State], Awaitable[None]]]] = {
     "Runtime.open_session": [open_session],
     "Runtime.start_session": [start_session],
     "Runtime.serve_session": [serve_session],
+    "Runtime.verify_isolation": [verify_isolation],
     "open_runtime": [open_a_runtime],
     "KVLimiter.acquire": [acquire],
     "KVLimiter.acquire_on_behalf_of": [acquire_on_behalf_of],
