@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hotkv_trio.testing import Program
+
+logging.getLogger("hotkv_trio.llama").setLevel(logging.ERROR)  # llama.cpp warns of what is wanted
 
 MODELS = {"attention": "llama", "sliding": "gemma3", "recurrent": "mamba", "hybrid": "jamba"}
 

@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
-import pytest_trio
+import pytest_trio  # type: ignore[import-untyped]
 
 from hotkv_trio._owner import InlineExecutor
 from hotkv_trio._runtime import open_runtime
@@ -38,7 +38,7 @@ def hotkv_engine() -> FakeEngine:
 async def hotkv_runtime(hotkv_engine: FakeEngine) -> AsyncGenerator[Runtime]:
     """Open a runtime on ``hotkv_engine`` whose native calls run in trio's thread; for trio tests."""
     async with open_runtime(hotkv_engine, executor=InlineExecutor()) as runtime:
-        yield runtime
+        yield runtime  # noqa: ASYNC119 - pytest-trio closes it
 
 
 @pytest.fixture(scope="session")

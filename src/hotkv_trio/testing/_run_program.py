@@ -335,7 +335,7 @@ class Runner:
                     async with self.runtime.open_session(key, **options) as session:
                         pending.clear()
                         self._opened(me, session, operation)
-                        self._hang_up_later(scope, operation, living, key)
+                        self._hang_up_later(scope, operation, living, session)
                         await self._inside(me, operations)
                         self._seen_of(session).model.ending = True
                 elif operation.how == "serve":
@@ -345,7 +345,7 @@ class Runner:
                 if operation.how != "scope":
                     pending.clear()
                     self._opened(me, session, operation)
-                    self._hang_up_later(scope, operation, living, key)
+                    self._hang_up_later(scope, operation, living, session)
                     try:
                         await self._inside(me, operations)
                     finally:
@@ -359,6 +359,7 @@ class Runner:
                 pending.clear()
                 living.clear()
         self._sessions.pop(me, None)
+        self._learn_epochs()
         self._releasing[key] -= scope.cancel_called
         if scope.cancel_called:
             for other, seen in self._seen.items():
@@ -379,11 +380,13 @@ class Runner:
                 self.invariants.violated(f"client {me}: {operation!r}: {problem}")
         self._told(me, operation, outcome)
 
-    def _hang_up_later(self, scope: trio.CancelScope, operation: Open, living: list[bool], key: SessionKey) -> None:
+    def _hang_up_later(self, scope: trio.CancelScope, operation: Open, living: list[bool], session: Session) -> None:
+        def first() -> None:
+            self.expect_release(session.key)
+            self._seen_of(session).model.ending = True
+
         if operation.hang_up is not None:
-            self._nursery.start_soon(
-                self._cancel_later, scope, operation.hang_up, living, partial(self.expect_release, key)
-            )
+            self._nursery.start_soon(self._cancel_later, scope, operation.hang_up, living, first)
 
     def _opened(self, me: int, session: Session, operation: Open) -> None:
         self._sessions[me] = session
@@ -471,6 +474,7 @@ class Runner:
             model.ending |= isinstance(operation, Aclose) or self._is_live(session)
         self._note(me, f"{operation!r} of {session!r} ...")
         outcome: Any = "cancelled"
+        self._learn_epochs()
         colds, stale = model.colds, self.model.is_stale(session.key)
         works = isinstance(operation, Prefill | Decode | Restart | Truncate)
         model.in_flight += works
@@ -506,6 +510,7 @@ class Runner:
         *,
         stale: bool,
     ) -> None:
+        self._learn_epochs()
         self._look_at(session)
         seen = self._seen_of(session)
         model = seen.model
@@ -589,12 +594,15 @@ class Runner:
     def _observe(self) -> None:
         for entry in self.runtime._directory.entries:
             self._seen_of(entry.session)
+        self._learn_epochs()
+        for session in list(self._seen):
+            self._look_at(session)
+
+    def _learn_epochs(self) -> None:
         for name in self._names:
             epoch = self.runtime._directory.newest_epoch(name)
             if epoch is not None:
                 self.model.newest[name] = max(self.model.newest.get(name, -1), epoch)
-        for session in list(self._seen):
-            self._look_at(session)
 
     def _look_at(self, session: Session) -> None:
         """Judge why a session lost its slot; remember since when it is idle."""

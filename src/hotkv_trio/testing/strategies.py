@@ -43,11 +43,12 @@ if TYPE_CHECKING:
 
     from hotkv_trio._engine import Memory
 
-_LATER = st.none() | st.integers(0, 12)
+_LATER = st.sampled_from([*[None] * 26, *range(13)])
 """When to cancel; simplest: not at all."""
 
-_MUCH_LATER = st.sampled_from([None, None, None, 0, 3, 8, 14, 20, 30])
-_NAMES = st.sampled_from(["a", "b", "c", "d", "e"])
+_MUCH_LATER = st.sampled_from([*[None] * 14, 0, 3, 8, 14, 20, 30])
+_NAMES = st.sampled_from("abcdefgh")
+"""Few enough for clients to meet, and many enough for them to get something done."""
 _EPOCHS = st.sampled_from([0, 0, 0, 0, 1, 2])
 
 
@@ -62,11 +63,11 @@ def tapes(draw: st.DrawFn, *, max_size: int = 64) -> tuple[int, ...]:
 
 def operations(n_clients: int, *, failures: bool = True, budgets: bool = True) -> st.SearchStrategy[Operation]:
     """Draw one operation of a client among ``n_clients``."""
-    of = st.none() | st.integers(0, n_clients - 1)
+    of = st.sampled_from([*[None] * 2 * n_clients, *range(n_clients)])
     small = st.integers(1, 6)
     kinds: list[tuple[int, st.SearchStrategy[Any]]] = [
         (
-            4,
+            3,
             st.builds(
                 Open,
                 name=_NAMES,
@@ -79,19 +80,19 @@ def operations(n_clients: int, *, failures: bool = True, budgets: bool = True) -
             ),
         ),
         (
-            4,
+            6,
             st.builds(
                 Prefill,
                 n=small,
-                at=st.sampled_from([None, None, 0, 0, 1, -1]),
+                at=st.sampled_from([None, None, None, 0, 0, 1, -1]),
                 output=st.sampled_from(["last", "all", "none"]),
                 of=of,
                 cancel_after=_LATER,
             ),
         ),
-        (4, st.builds(Decode, at=st.sampled_from([None, None, 0, 1, -1]), of=of, cancel_after=_LATER)),
-        (2, st.builds(Restart, n=small, cancel_after=_LATER)),
-        (2, st.builds(Truncate, drop=st.integers(-1, 6), of=of, cancel_after=_LATER)),
+        (8, st.builds(Decode, at=st.sampled_from([None, None, None, 0, 0, 1, -1]), of=of, cancel_after=_LATER)),
+        (4, st.builds(Restart, n=small, cancel_after=_LATER)),
+        (3, st.builds(Truncate, drop=st.integers(-1, 6), of=of, cancel_after=_LATER)),
         (1, st.builds(Release, of=of, cancel_after=_LATER)),
         (1, st.builds(Aclose, of=of, cancel_after=_LATER)),
         (1, st.builds(CancelSession, of=of)),
@@ -105,7 +106,8 @@ def operations(n_clients: int, *, failures: bool = True, budgets: bool = True) -
     if failures:
         method = st.sampled_from(["process", "truncate", "clear"])
         kinds.append((1, st.builds(Fail, method=method, times=st.integers(1, 2))))
-    return st.one_of([kind for weight, kind in kinds for _ in range(weight)])
+    # Not one_of, which takes equal strategies for one.
+    return st.sampled_from([kind for weight, kind in kinds for _ in range(weight)]).flatmap(lambda kind: kind)
 
 
 @st.composite
@@ -149,7 +151,9 @@ def programs(
 @functools.cache
 def _client(n_clients: int, most: int, *, failures: bool, budgets: bool) -> st.SearchStrategy[list[Operation]]:
     """Return what a client may do after it has opened its first session; made once, since that takes long."""
-    return st.lists(operations(n_clients, failures=failures, budgets=budgets), max_size=most)
+    operation = operations(n_clients, failures=failures, budgets=budgets)
+    # Left to itself, Hypothesis prefers short lists.
+    return st.integers(0, most).flatmap(functools.cache(lambda n: st.lists(operation, min_size=n, max_size=n)))
 
 
 _OPENINGS = st.builds(
