@@ -60,10 +60,9 @@ def test_what_takes_long_is_said_and_done_once(shell: Shell, tmp_path: Path) -> 
     assert (second.out, second.err) == (first.out, "")
 
 
-def test_a_shard_file_has_a_recipe_of_its_own(shell: Shell, tmp_path: Path) -> None:
+def test_a_shard_file_is_refused_as_a_model(shell: Shell, tmp_path: Path) -> None:
     called = shell("recipe", tiny_shard(tmp_path))
-    assert called.status == 0, called.err
-    assert called.fact("layers") == "0, 2"
+    assert called.is_refusal("is a shard", "whole model"), called
 
 
 @pytest.mark.parametrize(

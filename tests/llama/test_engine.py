@@ -699,6 +699,7 @@ def test_text_goes_to_tokens_and_back(tiny: Tiny) -> None:
         engine.detokenize([N_VOCAB])
     with pytest.raises(InvalidInput, match="not Unicode"):
         engine.tokenize("\ud800")
+    assert engine.detokenize(number for number in numbers if not engine.is_end(number)).decode().strip() == text
     engine.close()
 
 

@@ -51,6 +51,7 @@ def _opened_recipe(file: Path, layers: str | None, context: int, types: tuple[KV
 
     with advising(A_WHOLE_MODEL):
         facts = read_model_facts(file)
+        facts.require_model()
     with advising(f"hotkv-trio inspect {file}, which says where the model may be cut"):
         owned = facts.check_layers(None if layers is None else parse_layers(layers, facts.n_layer))
         whole = owned == (0, facts.n_layer)

@@ -97,6 +97,7 @@ def _engine(
 
     with advising(A_WHOLE_MODEL):
         facts = read_model_facts(file)
+        facts.require_model()
     with advising(f"hotkv-trio inspect {file}, which says where the model may be cut"):
         owned = facts.check_layers(None if layers is None else parse_layers(layers, facts.n_layer))
     return LlamaEngine(

@@ -173,10 +173,7 @@ def architecture_of(facts: ModelFacts) -> Architecture:
     Raises:
         InvalidInput: its architecture, or this very model, cannot be cut; it says why, and what would work.
     """
-    if facts.shard is not None:
-        raise InvalidInput(
-            f"{facts.path.name} is a shard (layers {facts.shard[0]}:{facts.shard[1]}): give the whole model"
-        )
+    facts.require_model()
     architecture = ARCHITECTURES.get(facts.architecture)
     if architecture is None:
         why = REFUSED.get(facts.architecture, "no test has shown its shards to be exact")

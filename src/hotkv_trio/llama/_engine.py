@@ -187,9 +187,7 @@ class LlamaEngine:
 
     def _opened(self) -> EngineInfo:
         facts = read_model_facts(self.path)
-        if facts.shard is not None:
-            held = "{}:{}".format(*facts.shard)
-            raise InvalidInput(f"{self.path.name} is a shard (layers {held}): give the whole model, and layers=")
+        facts.require_model()
         first, end = layers = facts.check_layers(self._layers)
         whole = layers == (0, facts.n_layer)
         options = self._options

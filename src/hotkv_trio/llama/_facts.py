@@ -127,6 +127,17 @@ class ModelFacts:
     shard: tuple[int, int] | None
     """In a shard file: the layers of the whole model that it holds."""
 
+    def require_model(self) -> None:
+        """Refuse a shard's file: served as a whole model, it would be another one.
+
+        Raises:
+            InvalidInput: it holds some layers of a model only.
+        """
+        if self.shard is not None:
+            raise InvalidInput(
+                f"{self.path.name} is a shard (layers {self.shard[0]}:{self.shard[1]}): give the whole model, and layers="
+            )
+
     def check_layers(self, layers: tuple[int, int] | None) -> tuple[int, int]:
         """Return the range, or all layers for None.
 

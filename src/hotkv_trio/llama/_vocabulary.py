@@ -77,10 +77,11 @@ class Vocabulary:
         Raises:
             InvalidInput: the vocabulary is closed, or a token is not in it.
         """
+        # Before the lock is taken: what is iterated may be made of other calls to this vocabulary.
+        numbers = [int(token) for token in tokens]
         with self._lock:
             model = self._loaded()
             n_vocab = _ffi.n_vocab(model)
-            numbers = [int(token) for token in tokens]
             if wrong := [number for number in numbers if not 0 <= number < n_vocab]:
                 raise InvalidInput(f"token {wrong[0]}: tokens are 0 to {n_vocab - 1}")
             return b"".join(_ffi.piece(model, number, special=special) for number in numbers)
