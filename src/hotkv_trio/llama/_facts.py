@@ -134,9 +134,8 @@ class ModelFacts:
             InvalidInput: it holds some layers of a model only.
         """
         if self.shard is not None:
-            raise InvalidInput(
-                f"{self.path.name} is a shard (layers {self.shard[0]}:{self.shard[1]}): give the whole model, and layers="
-            )
+            held = f"layers {self.shard[0]}:{self.shard[1]}"
+            raise InvalidInput(f"{self.path.name} is a shard ({held}): give the whole model")
 
     def check_layers(self, layers: tuple[int, int] | None) -> tuple[int, int]:
         """Return the range, or all layers for None.
