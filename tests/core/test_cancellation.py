@@ -288,7 +288,7 @@ async def test_truncate_is_either_cut_or_unchanged(when: str) -> None:
 async def test_the_sessions_scope_gives_slot_and_bytes_back_before_it_is_left(threaded: bool) -> None:
     """mesh-llm #1150: the lane was lent again while the timed-out worker still ran.  LMCache #5006: then silence."""
     engine = FakeEngine(n_slots=2)
-    async with open_rig(engine, threaded=threaded) as rig, rig.runtime.open_session(key("b")) as other:
+    async with open_rig(engine, threaded=threaded) as rig, rig.runtime.open_session(key("b"), pinned=True) as other:
         await other.prefill([7, 8])
         stall, resume = (engine.stall, engine.resume) if threaded else (rig.executor.hold, rig.executor.resume)
         ended: list[bool] = []

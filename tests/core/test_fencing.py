@@ -285,3 +285,27 @@ async def test_a_truncate_under_way_when_its_session_ends_says_so_and_harms_no_s
             result = await successor.prefill([4, 5])
             assert rig.is_solo(result.output, [4, 5])
         nursery.cancel_scope.cancel()
+
+
+async def test_superseded_while_a_cancelled_prefill_is_cut_back_it_is_not_counted_as_failed_too() -> None:
+    async with (
+        open_rig(StepwiseEngine(), prefill_chunk=4) as rig,
+        rig.runtime.open_session(OLD) as old,
+        trio.open_nursery() as nursery,
+    ):
+        rig.executor.hold()
+        scope = trio.CancelScope()
+        prefill = spawn(nursery, old.prefill, [5] * 30, scope=scope)
+        await wait_all_tasks_blocked()
+        scope.cancel()
+        await rig.one_call()
+        assert (prefill.done, rig.executor.jobs) == (False, 1), "the cut is waited for"
+        spawn(nursery, hold_open, rig.runtime, NEW)
+        await wait_all_tasks_blocked()
+        rig.engine.fail("truncate", LookupError("cannot"))
+        rig.all_calls()
+        await wait_all_tasks_blocked()
+        assert isinstance(prefill.error, trio.Cancelled)
+        assert (rig.statistics.failed, rig.statistics.superseded) == (0, 1)
+        assert rig.holds(0) == 0
+        nursery.cancel_scope.cancel()
