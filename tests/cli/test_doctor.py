@@ -10,14 +10,22 @@ from typing import TYPE_CHECKING
 import attrs
 import pytest
 
+from hotkv_trio import Runtime
 from hotkv_trio.llama import _ffi, _installation, _tap
 from hotkv_trio.llama._tiny_gguf import build_tiny_gguf
 from tests.cli._shell import UNUSABLE, unusable
 
 if TYPE_CHECKING:
+    from hotkv_trio import IsolationReport
     from tests.cli._shell import Shell
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny models gain nothing by more, and lose much where the machine is busy."""
+    monkeypatch.setattr("hotkv_trio.llama._engine._processors", lambda: 1)
 
 
 def test_the_pin_is_the_one_of_the_native_part() -> None:
@@ -73,6 +81,24 @@ def test_opens_a_model(shell: Shell, tmp_path: Path) -> None:
     assert called.fact("architecture") == "gemma3"
     assert called.fact("memory") == "sliding"
     assert called.fact("a session's KV").startswith("1,048,576 B (1.0 MiB) for 1,024 tokens")
+    assert called.fact("sessions isolated") == "on 4 slots, with 517 tokens in a session, f16 KV: yes"
+    assert called.fact("own calls").endswith("exact mode is exact")
+    assert called.fact("poison").startswith("values that are not finite, or huge, harm neither")
+    assert "proving isolation" in called.err
+
+
+def test_a_model_that_is_not_isolated_is_said(shell: Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    true = Runtime.verify_isolation
+
+    async def broken(runtime: Runtime) -> IsolationReport:
+        return attrs.evolve(await true(runtime), slot_reuse=False)
+
+    monkeypatch.setattr(Runtime, "verify_isolation", broken)
+    called = shell("doctor", "--model", build_tiny_gguf(tmp_path / "m.gguf", n_layer=1))
+    assert called.status == 1
+    assert called.fact("sessions isolated").endswith("KV: NO")
+    assert "is NOT as a fresh one" in called.fact("slot reuse")
+    assert "Next: pip install" not in called.out
 
 
 def test_json_is_one_document(shell: Shell, tmp_path: Path) -> None:
@@ -80,6 +106,8 @@ def test_json_is_one_document(shell: Shell, tmp_path: Path) -> None:
     assert set(document) == {*attrs.asdict(_installation.read_installation()), "as_proven"}
     with_model = shell("doctor", "--json", "--model", build_tiny_gguf(tmp_path / "m.gguf")).document
     assert with_model["model"]["recipe"]["architecture"] == "llama"
+    assert with_model["isolation"]["isolated"] is True
+    assert with_model["as_proven"] is True
 
 
 @pytest.mark.parametrize("kind", UNUSABLE)

@@ -12,7 +12,7 @@ from hotkv_trio._errors import InvalidInput
 
 ModelFile: TypeAlias = Annotated[Path, Parameter(name="FILE", help="A GGUF file; of a split one, any part.")]
 OptionalModelFile: TypeAlias = Annotated[
-    Path | None, Parameter(name="--model", help="A GGUF file to open as well, with room for two sessions.")
+    Path | None, Parameter(name="--model", help="A GGUF file to open as well, to prove isolation on it.")
 ]
 ShardFile: TypeAlias = Annotated[
     Path, Parameter(name="--out", help="Where to write the shard; replaced only once it is whole.")
