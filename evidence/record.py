@@ -100,7 +100,7 @@ def main() -> int:
 def _clean(printed: str) -> str:
     """Return the end of what was printed, without trailing blanks, escapes, and this machine's paths."""
     printed = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", printed).replace(f"{ROOT}/", "").replace(str(ROOT), ".")
-    printed = printed.replace(str(Path.home()), "~")
+    printed = printed.replace(sys.prefix, ".venv").replace(str(Path.home()), "~")
     lines = [line.rstrip() for line in printed.rstrip().splitlines()]
     left_out = len(lines) - LAST_LINES
     return "\n".join(([f"[{left_out} lines]"] if left_out > 0 else []) + lines[-LAST_LINES:])

@@ -42,7 +42,7 @@ def main() -> int:
             near = abs(loaded.kv_mib - kv_bytes / MIB) < ROUNDING and abs(loaded.weights_mib - weights / MIB) < ROUNDING
             wrong += not (exact and near)
             print(
-                f"{first}:{end:<6}{kv:>6}{info.bytes_per_token:>11,}{f'{end - first}/{facts.n_layer}':>10}"
+                f"{f'{first}:{end}':<8}{kv:>6}{info.bytes_per_token:>11,}{f'{end - first}/{facts.n_layer}':>10}"
                 f"{kv_bytes:>13,}{kv_bytes / MIB:>9.2f}{loaded.kv_mib:>12.2f}"
                 f"{weights:>14,}{weights / MIB:>9.2f}{loaded.weights_mib:>12.2f}{'' if exact and near else '  NO'}"
             )

@@ -7,6 +7,7 @@ is compared with its own neighbour in time.
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import sys
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 KINDS: tuple[TapKind | None, ...] = (None, "native", "python")
 LIMIT = 0.015
 """Of a decode step: what the native tap may cost."""
+FEWEST = 30
+"""Steps, however long they take."""
 START, LENGTH = 64, 256
 """Tokens cached before the first timed step, and when the sequence is begun again."""
 
@@ -46,12 +49,19 @@ def step(context: Context, position: int, states: Rows) -> float:
     return time.perf_counter() - begun
 
 
+def confidence(ordered: list[float]) -> tuple[float, float]:
+    """Return between what the median lies, with 95 % confidence: two order statistics, whatever the distribution."""
+    n = len(ordered)
+    off = round(1.96 * n**0.5 / 2)
+    return ordered[max(0, n // 2 - off)], ordered[min(n - 1, n // 2 + off)]
+
+
 def main() -> int:
-    """Measure and print; exit 1 if the native tap costs more than it may."""
+    """Measure and print; exit 1 unless the native tap surely costs no more than it may."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a GGUF file")
     parser.add_argument("layers", help="first:end, as 0:15")
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--threads", type=int, default=2)
     given = parser.parse_args()
     first, end = map(int, given.layers.split(":"))
@@ -66,7 +76,10 @@ def main() -> int:
     states = np.random.default_rng(0).standard_normal((START, width)).astype(np.float32)
     took: dict[TapKind | None, list[float]] = {kind: [] for kind in KINDS}
     order = list(KINDS)
-    for i in range(given.steps):
+    ends = time.monotonic() + given.seconds
+    for i in itertools.count():
+        if i >= FEWEST and time.monotonic() > ends:
+            break
         position = START + i % (LENGTH - START)
         for context in contexts.values():
             if position == START:
@@ -76,17 +89,20 @@ def main() -> int:
         for kind in order:
             took[kind].append(step(contexts[kind], position, states[i % START : i % START + 1]))
     base = statistics.median(took[None])
-    print(f"{Path(given.model).name} layers {given.layers}, {given.threads} threads, {given.steps} decode steps")
+    print(f"{Path(given.model).name} layers {given.layers}, {given.threads} threads, {len(took[None])} decode steps")
     print(f"without a tap: {base * 1e3:.3f} ms a step")
-    costs = {}
+    intervals = {}
     for kind in KINDS[1:]:
-        costs[kind] = statistics.median(b - a for a, b in zip(took[None], took[kind], strict=True))
-        print(f"{kind} tap: {costs[kind] * 1e6:+.1f} us a step, {costs[kind] / base:+.2%}")
+        differences = sorted((b - a) / base for a, b in zip(took[None], took[kind], strict=True))
+        low, high = intervals[kind] = confidence(differences)
+        middle = statistics.median(differences)
+        print(f"{kind} tap: {middle * base * 1e6:+.1f} us a step, {middle:+.2%} (95 %: {low:+.2%} to {high:+.2%})")
     for context in contexts.values():
         context.close()
-    within = costs["native"] / base <= LIMIT
-    print(f"native within {LIMIT:.1%}: {'yes' if within else 'NO'}")
-    return 0 if within else 1
+    low, high = intervals["native"]
+    verdict = "yes" if high <= LIMIT else "NO" if low > LIMIT else "cannot be told on so busy a machine"
+    print(f"native within {LIMIT:.1%}: {verdict}")
+    return 0 if high <= LIMIT else 1
 
 
 if __name__ == "__main__":
