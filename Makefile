@@ -66,7 +66,7 @@ $(LLAMA_READY): $(TOOLS_READY)
 # Editable: the modules are read from src, and only the compiled part lies in site-packages.
 $(PROJECT_READY): $(LLAMA_READY) pyproject.toml native/CMakeLists.txt $(wildcard native/src/* native/include/*)
 	@echo "==> installing hotkv-trio"
-	@$(PIP_INSTALL) --no-build-isolation --editable '.[cli,test]'
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[bench,cli,test]'
 	@touch $@
 
 $(DOCS_READY): $(PROJECT_READY)

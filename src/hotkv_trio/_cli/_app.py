@@ -16,6 +16,7 @@ from hotkv_trio._cli._recipe import recipe
 from hotkv_trio._cli._serve import serve
 from hotkv_trio._cli._slice import slice_
 from hotkv_trio._cli._top import top
+from hotkv_trio._cli.bench._command import bench
 from hotkv_trio._cli.demo._command import demo
 from hotkv_trio._errors import EngineFailed, HotKVError
 
@@ -49,6 +50,7 @@ app.command(recipe)
 app.command(serve)
 app.command(generate)
 app.command(top)
+app.command(bench)
 app.command(doctor)
 app.register_install_completion_command()
 

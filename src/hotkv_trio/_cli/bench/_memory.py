@@ -1,0 +1,62 @@
+"""Suite `memory`: KV bytes as accounted, as llama.cpp reports them, and resident."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from typing import TYPE_CHECKING
+
+import trio
+
+from hotkv_trio._cli.bench._findings import Bar, Findings
+from hotkv_trio.llama._facts import read_model_facts
+
+if TYPE_CHECKING:
+    from hotkv_trio._cli.bench._findings import Cell
+    from hotkv_trio._cli.bench._setting import Setting
+
+_N_CTX = 2048
+_MIB = 1 << 20
+
+
+async def measure_memory(setting: Setting) -> Findings:
+    """Open engines of several layer ranges and numbers of slots, each in a process of its own."""
+    facts = read_model_facts(setting.model)
+    half = facts.n_layer // 2
+    ranges = [(0, facts.n_layer), (0, half), (half, facts.n_layer)]
+    cases = [(layers, slots) for layers in ranges for slots in setting.sizes.memory_slots]
+    setting.progress.begin("memory: bytes by layers and slots", len(cases))
+    rows: list[dict[str, Cell]] = []
+    bars: list[Bar] = []
+    await trio.lowlevel.checkpoint()
+    with tempfile.TemporaryDirectory(prefix="hotkv-trio-") as folder:
+        for layers, slots in cases:
+            arguments = [setting.model, *layers, slots, _N_CTX, folder]
+            command = [sys.executable, "-m", "hotkv_trio._cli.bench._resident", *map(str, arguments)]
+            done = await trio.run_process(command, capture_stdout=True)
+            found = json.loads(done.stdout)
+            accounted, reported, resident = (found[name] / _MIB for name in ("accounted", "reported", "resident"))
+            rows.append({
+                "layers": "{}:{}".format(*layers),
+                "slots": slots,
+                "accounted MiB": accounted,
+                "llama.cpp's log MiB": reported,
+                "resident MiB": resident,
+                "beyond KV MiB": resident - accounted,
+            })
+            setting.progress.advance()
+    off = max(abs(_number(row["accounted MiB"]) - _number(row["llama.cpp's log MiB"])) for row in rows)
+    bars.append(Bar.at_most("accounted and reported differ by MiB at most", off, 0.01))
+    return Findings(
+        suite="memory",
+        title=f"KV bytes, {_N_CTX} tokens a session",
+        caption="resident: by how much the process's own memory grew when the engine was opened; beyond KV: weights"
+        " that are not mapped from the file, and what it computes in.",
+        rows=rows,
+        bars=bars,
+    )
+
+
+def _number(cell: Cell) -> float:
+    return cell if isinstance(cell, int | float) else 0.0
