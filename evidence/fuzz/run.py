@@ -85,7 +85,7 @@ def fuzz(
 def fuzz_llama(n: int, first_seed: int, tally: Tally) -> None:
     """Run ``n`` programs on tiny models, as many of each kind of memory."""
     with tempfile.TemporaryDirectory() as folder:
-        for memory, architecture in MODELS.items():
+        for number, (memory, architecture) in enumerate(MODELS.items()):
             path = build_tiny_gguf(
                 Path(folder, f"{architecture}.gguf"), arch=architecture, n_layer=2, n_embd=64, n_head=1, n_ff=64
             )
@@ -96,7 +96,7 @@ def fuzz_llama(n: int, first_seed: int, tally: Tally) -> None:
                 return run_program(program, engine=make(n_slots=program.slots), oracle=oracle)
 
             strategy = programs(memories=[memory], failures=False, exact=True)  # type: ignore[list-item]
-            fuzz(strategy, run, n // len(MODELS), first_seed, tally)
+            fuzz(strategy, run, n // len(MODELS), len(MODELS) * first_seed + number, tally)
             oracle.close()
 
 

@@ -35,7 +35,7 @@ def hotkv_engine() -> FakeEngine:
 
 
 @pytest_trio.trio_fixture  # type: ignore[untyped-decorator]
-async def hotkv_runtime(hotkv_engine: FakeEngine) -> AsyncGenerator[Runtime]:
+async def hotkv_runtime(hotkv_engine: FakeEngine) -> AsyncGenerator[Runtime]:  # noqa: ASYNC900
     """Open a runtime on ``hotkv_engine`` whose native calls run in trio's thread; for trio tests."""
     async with open_runtime(hotkv_engine, executor=InlineExecutor()) as runtime:
         yield runtime  # noqa: ASYNC119 - pytest-trio closes it

@@ -94,7 +94,7 @@ def run_program(
         tape.run(runner.run, instruments=[runner.invariants, *instruments])
     except Hung as exc:
         problem = f"{runner.invariants.violation or ''}\n{exc}".strip()
-    except BaseException as exc:
+    except BaseException as exc:  # noqa: ASYNC103
         if runner.invariants.violation is None:
             exc.add_note(_recipe_for(program))
             raise
@@ -281,7 +281,7 @@ class Runner:
 
     # What clients do
 
-    async def _client(self, me: int, operations: deque[Operation]) -> None:
+    async def _client(self, me: int, operations: deque[Operation]) -> None:  # noqa: ASYNC910
         while operations:
             operation = operations.popleft()
             if isinstance(operation, Open):
@@ -289,15 +289,15 @@ class Runner:
             else:
                 await self.perform(me, operation)
 
-    async def _inside(self, me: int, operations: deque[Operation]) -> None:
+    async def _inside(self, me: int, operations: deque[Operation]) -> None:  # noqa: ASYNC910
         """Do what a client does with its session."""
         while operations and not isinstance(operations[0], Open):
             operation = operations.popleft()
             if isinstance(operation, Close):
-                return
+                return  # noqa: ASYNC910
             await self.perform(me, operation)
 
-    async def start(self, me: int, operation: Open) -> None:
+    async def start(self, me: int, operation: Open) -> None:  # noqa: ASYNC910
         """Start a session that outlives the call, and make it the client's."""
         key = SessionKey(operation.name, operation.epoch)
         self._names.add(operation.name)
@@ -315,7 +315,7 @@ class Runner:
             self._opened(me, outcome, operation)
         self._told(me, operation, outcome)
 
-    async def _open(self, me: int, operation: Open, operations: deque[Operation]) -> None:
+    async def _open(self, me: int, operation: Open, operations: deque[Operation]) -> None:  # noqa: ASYNC910
         key = SessionKey(operation.name, operation.epoch)
         live = any(entry.key == key for entry in self.runtime._directory.entries)
         ledger = self.runtime._ledger
@@ -324,18 +324,18 @@ class Runner:
         self._note(me, f"{operation!r} ...")
         outcome: str | Exception = "cancelled"
         session: Session | None = None
-        with trio.CancelScope() as scope:
+        with trio.CancelScope() as scope:  # noqa: ASYNC912
             pending, living = [True], [True]
             if operation.cancel_after is not None:
                 self._nursery.start_soon(
-                    self._cancel_later, scope, operation.cancel_after, pending, partial(self.expect_release, key)
+                    self._cancel_later, me, scope, operation.cancel_after, pending, partial(self.expect_release, key)
                 )
             try:
                 if operation.how == "scope":
                     async with self.runtime.open_session(key, **options) as session:
                         pending.clear()
                         self._opened(me, session, operation)
-                        self._hang_up_later(scope, operation, living, session)
+                        self._hang_up_later(me, scope, operation, living, session)
                         await self._inside(me, operations)
                         self._seen_of(session).model.ending = True
                 elif operation.how == "serve":
@@ -345,7 +345,7 @@ class Runner:
                 if operation.how != "scope":
                     pending.clear()
                     self._opened(me, session, operation)
-                    self._hang_up_later(scope, operation, living, session)
+                    self._hang_up_later(me, scope, operation, living, session)
                     try:
                         await self._inside(me, operations)
                     finally:
@@ -380,13 +380,15 @@ class Runner:
                 self.invariants.violated(f"client {me}: {operation!r}: {problem}")
         self._told(me, operation, outcome)
 
-    def _hang_up_later(self, scope: trio.CancelScope, operation: Open, living: list[bool], session: Session) -> None:
+    def _hang_up_later(
+        self, me: int, scope: trio.CancelScope, operation: Open, living: list[bool], session: Session
+    ) -> None:
         def first() -> None:
             self.expect_release(session.key)
             self._seen_of(session).model.ending = True
 
         if operation.hang_up is not None:
-            self._nursery.start_soon(self._cancel_later, scope, operation.hang_up, living, first)
+            self._nursery.start_soon(self._cancel_later, me, scope, operation.hang_up, living, first)
 
     def _opened(self, me: int, session: Session, operation: Open) -> None:
         self._sessions[me] = session
@@ -404,7 +406,7 @@ class Runner:
         """Note that a call which opens this key is being cancelled: what it has opened by then is released."""
         self._releasing[key] += 1
 
-    async def perform(self, me: int, operation: Operation) -> None:
+    async def perform(self, me: int, operation: Operation) -> None:  # noqa: ASYNC910
         """Do one operation, other than to open, with the client's session if it takes one."""
         if isinstance(operation, Sleep):
             await trio.sleep(operation.seconds)
@@ -435,7 +437,7 @@ class Runner:
         await trio.sleep(seconds)
         self.executor.resume()
 
-    async def _call(self, me: int, operation: Any, session: Session) -> None:
+    async def _call(self, me: int, operation: Any, session: Session) -> None:  # noqa: ASYNC910
         """Call the session or the runtime, and judge what comes of it."""
         seen = self._seen_of(session)
         model = seen.model
@@ -444,7 +446,7 @@ class Runner:
             self._note(me, f"{operation!r} of {session!r}")
             model.ending = True
             session.cancel()
-            return
+            return  # noqa: ASYNC910
         running = _Running(number, model, len(self.recorder.calls))
         tokens: tuple[int, ...] = ()
         at: int | None = None
@@ -452,7 +454,7 @@ class Runner:
         call: Callable[[], Awaitable[Any]]
         if isinstance(operation, Prefill | Decode | Restart):
             if number >= MOST_OPERATIONS:
-                return
+                return  # noqa: ASYNC910
             self._operations.append(running)
             n = 1 if isinstance(operation, Decode) else operation.n
             tokens = tuple(number * TOKENS + i % TOKENS for i in range(n))
@@ -478,11 +480,11 @@ class Runner:
         colds, stale = model.colds, self.model.is_stale(session.key)
         works = isinstance(operation, Prefill | Decode | Restart | Truncate)
         model.in_flight += works
-        with trio.CancelScope() as scope:
+        with trio.CancelScope() as scope:  # noqa: ASYNC912
             pending = [True]
             if operation.cancel_after is not None:
                 self._nursery.start_soon(
-                    self._cancel_later, scope, operation.cancel_after, pending, partial(self._cut_off, running)
+                    self._cancel_later, me, scope, operation.cancel_after, pending, partial(self._cut_off, running)
                 )
             try:
                 outcome = await call()
@@ -566,13 +568,14 @@ class Runner:
                 del history[event.length :]
         return cast("FakeEngine", self.fake).rows(history)[len(history) - n :]
 
-    async def _cancel_later(
-        self, scope: trio.CancelScope, checkpoints: int, pending: list[bool], first: Callable[[], None]
+    async def _cancel_later(  # noqa: ASYNC910
+        self, me: int, scope: trio.CancelScope, checkpoints: int, pending: list[bool], first: Callable[[], None]
     ) -> None:
+        """Cancel the scope after a while, if ``pending`` still holds something; call ``first`` before that."""
         for _ in range(checkpoints):
             await trio.lowlevel.checkpoint()
         if pending:
-            self._note(None, f"cancel {scope!r}")
+            self._note(me, "is cancelled")
             first()
             scope.cancel()
 
@@ -661,8 +664,8 @@ class Runner:
                 return f"though {other!r} had been idle for longer"
         return None
 
-    def _note(self, me: int | None, what: str) -> None:
-        self.invariants.note(what if me is None else f"client {me}: {what}")
+    def _note(self, me: int, what: str) -> None:
+        self.invariants.note(f"client {me}: {what}")
 
     def _told(self, me: int, operation: Operation, outcome: Any) -> None:
         said = (

@@ -53,10 +53,10 @@ _EPOCHS = st.sampled_from([0, 0, 0, 0, 1, 2])
 
 
 @st.composite
-def tapes(draw: st.DrawFn, *, max_size: int = 64) -> tuple[int, ...]:
+def tapes(draw: st.DrawFn, *, max_size: int = 256) -> tuple[int, ...]:
     """Draw the choices of a `ScheduleTape`: simplest is none, which runs tasks in order."""
     # Bytes are one choice for Hypothesis, however many: quick to draw, and zeros at the end shrink away.
-    size = draw(st.sampled_from([size for size in (0, 4, 16, 64, 256) if size <= max_size]))
+    size = draw(st.sampled_from([size for size in (0, 16, 64, 64, 256) if size <= max_size]))
     drawn = draw(st.binary(min_size=size, max_size=size)).rstrip(b"\0")
     return tuple(drawn)
 
