@@ -42,9 +42,21 @@ LOST = Program(
     ttl=2.0,
 )
 
+# A slot that comes free is granted to a waiter that was cancelled in the same moment, which gives it back.
+GRANTED_TOO_LATE = Program(
+    clients=(
+        (p.Open(how="serve"),),
+        (p.Open(name="b"), p.Pause(checkpoints=7), p.Decode(cancel_after=3), *[p.Decode()] * 4, *[p.Open()] * 3),
+        (p.Open(name="c"),),
+    ),
+    slots=1,
+    chunk=1,
+)
+
 
 @settings(FUZZ, max_examples=600)
 @example(LOST)
+@example(GRANTED_TOO_LATE)
 @given(programs())
 def test_every_program_under_every_schedule(program: Program) -> None:
     run_program(program)

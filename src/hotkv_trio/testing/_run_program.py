@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from hotkv_trio._engine import Append, Engine, EngineInfo, Rows
     from hotkv_trio._runtime import Runtime
-    from hotkv_trio._session import Session
+    from hotkv_trio._session import Session, Tenancy
     from hotkv_trio.testing._model import Cut
 
 TOKENS = 4
@@ -166,6 +166,7 @@ class _Seen:
 
     model: SessionModel
     hot: bool = False
+    tenancy: Tenancy | None = None
     waits_from: int | None = None
     """Since when it waits for a slot: a count of events."""
     idle_from: tuple[float, int] | None = None
@@ -513,8 +514,11 @@ class Runner:
         stale: bool,
     ) -> None:
         self._learn_epochs()
-        self._look_at(session)
         seen = self._seen_of(session)
+        try:
+            self._look_at(session)
+        except AssertionError as exc:
+            self.invariants.violated(str(exc))
         model = seen.model
         if seen.idle_from is not None and isinstance(operation, Prefill | Decode | Restart | Truncate):
             # Also a call that was refused at once has used the session.
@@ -622,7 +626,12 @@ class Runner:
         elif seen.waits_from is None:
             self._events += 1
             seen.waits_from = self._events
-        if was_hot and not seen.hot:
+        tenancy, seen.tenancy = seen.tenancy, session._tenancy
+        if was_hot and not seen.hot and session._leaving is not tenancy:
+            # Granted to a call that had been cancelled and had not run yet, which took its claim back.
+            if seen.model.history:
+                raise AssertionError(f"{session!r} lost its slot, but nobody took it away")
+        elif was_hot and not seen.hot:
             reason = session._cold_reason
             problem = self._judge_loss(session, seen, reason)
             seen.model.go_cold(reason)

@@ -97,12 +97,12 @@ def operations(n_clients: int, *, failures: bool = True, budgets: bool = True) -
         (1, st.builds(Aclose, of=of, cancel_after=_LATER)),
         (1, st.builds(CancelSession, of=of)),
         (1, st.just(Close())),
-        (1, st.builds(Sleep, seconds=st.sampled_from([1.0, 3.0, 10.0]))),
+        (3, st.builds(Sleep, seconds=st.sampled_from([1.0, 3.0, 10.0]))),
         (1, st.builds(Pause, checkpoints=st.integers(1, 8))),
-        (1, st.builds(Stall, seconds=st.sampled_from([1.0, 5.0]))),
+        (2, st.builds(Stall, seconds=st.sampled_from([1.0, 5.0]))),
     ]
     if budgets:
-        kinds.append((1, st.builds(SetBudget, slots=st.sampled_from([2, 1, 3, 0]))))
+        kinds.append((3, st.builds(SetBudget, slots=st.sampled_from([2, 1, 0, 3, 1, 0]))))
     if failures:
         method = st.sampled_from(["process", "truncate", "clear"])
         kinds.append((1, st.builds(Fail, method=method, times=st.integers(1, 2))))
