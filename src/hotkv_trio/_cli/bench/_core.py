@@ -189,12 +189,14 @@ def _bury(runtime: Runtime, n: int) -> None:
         directory.end(entry, MissReason.RELEASED)
 
 
-async def _crowd(runtime: Runtime, n: int, nursery: trio.Nursery) -> None:
-    """Let ``n`` tasks wait for a slot; each opens and releases a session when its turn comes."""
+async def _crowd(runtime: Runtime, n: int, nursery: trio.Nursery, had_turn: Callable[[], object] | None = None) -> None:
+    """Let ``n`` tasks wait for a slot; each opens and releases a session when its turn comes, and says so."""
 
     async def wait(i: int) -> None:
         async with runtime.open_session(SessionKey(f"w{i}", 0)):
             pass
+        if had_turn is not None:
+            had_turn()
 
     await trio.lowlevel.checkpoint()
     for i in range(n):
@@ -205,12 +207,18 @@ async def _crowd(runtime: Runtime, n: int, nursery: trio.Nursery) -> None:
 
 async def _hand_over(n: int) -> float:
     """Return microseconds for each of the first waiters to have its turn, with at least ``n`` behind it."""
+    turns = 0
+    ended = 0.0
+
+    def had_turn() -> None:
+        nonlocal turns, ended
+        turns += 1
+        if turns == _TURNS_OF_WAITERS:
+            ended = time.perf_counter()
+            nursery.cancel_scope.cancel(reason="enough have had their turn")
+
     async with open_runtime(IdleEngine(1), idle_ttl=None) as runtime, trio.open_nursery() as nursery:
         async with runtime.open_session(SessionKey("first", 0)):
-            await _crowd(runtime, n + _TURNS_OF_WAITERS, nursery)
-            before = time.perf_counter()
-        while runtime.statistics().waiting > n:  # noqa: ASYNC110
-            await trio.lowlevel.checkpoint()
-        seconds = time.perf_counter() - before
-        nursery.cancel_scope.cancel(reason="enough have had their turn")
-    return seconds / _TURNS_OF_WAITERS * 1e6
+            await _crowd(runtime, n + _TURNS_OF_WAITERS, nursery, had_turn)
+        began = time.perf_counter()
+    return (ended - began) / _TURNS_OF_WAITERS * 1e6

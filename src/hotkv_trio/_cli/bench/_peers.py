@@ -71,8 +71,6 @@ async def _whole_sessions(setting: Setting, n: int) -> dict[str, list[float]]:
     async with AsyncExitStack() as stack:
         bench = await stack.enter_async_context(open_bench(setting, n_slots=n, n_ctx=room))
         prompts = _prompts(bench, n, setting)
-        stock = StockLlama(setting.model, n_ctx=room, threads=threads)
-        stack.callback(stock.close)
 
         async def ours() -> float:
             began = time.perf_counter()
@@ -81,11 +79,17 @@ async def _whole_sessions(setting: Setting, n: int) -> dict[str, list[float]]:
                     nursery.start_soon(_serve, bench, i, prompt, sizes.peer_tokens)
             return time.perf_counter() - began
 
-        async def one_after_the_other() -> float:
-            await trio.lowlevel.checkpoint()
-            return stock.one_after_the_other(prompts, sizes.peer_tokens)
+        arms: dict[str, Callable[[], Awaitable[float]]] = {OURS: ours}
+        if n <= _INTERLEAVED:
+            # Its speed is the same for any number.
+            stock = StockLlama(setting.model, n_ctx=room, threads=threads)
+            stack.callback(stock.close)
 
-        arms: dict[str, Callable[[], Awaitable[float]]] = {OURS: ours, STOCK: one_after_the_other}
+            async def one_after_the_other() -> float:
+                await trio.lowlevel.checkpoint()
+                return stock.one_after_the_other(prompts, sizes.peer_tokens)
+
+            arms[STOCK] = one_after_the_other
         if setting.llama_server is not None:
             server = await stack.enter_async_context(
                 open_llama_server(

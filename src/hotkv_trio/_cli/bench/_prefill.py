@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 async def measure_prefill(setting: Setting) -> Findings:
     """Measure a prompt's prefill by the runtime and by the bare loop, in turns."""
     sizes = setting.sizes
-    rounds = [max(sizes.few_rounds, sizes.rounds * 64 // n) for n in sizes.prompts]
+    rounds = [max(sizes.few_rounds, sizes.rounds * 128 // max(128, n)) for n in sizes.prompts]
     setting.progress.begin("prefill: a prompt against a bare loop", sum(rounds))
     rows: list[dict[str, Cell]] = []
     bars: list[Bar] = []

@@ -34,7 +34,7 @@ class Sizes:
 
     rounds: int = 24
     """Turns of each arm where a turn takes a fraction of a second."""
-    few_rounds: int = 4
+    few_rounds: int = 3
     """The same where it takes seconds."""
     sessions: tuple[int, ...] = (1, 2, 4, 8, 16)
     """That decode together."""
@@ -46,7 +46,7 @@ class Sizes:
     mixed_decoders: tuple[int, ...] = (4, 8)
     mixed_prefill: int = 1024
     mixed_chunks: tuple[int, ...] = (32, 64, 128, 256)
-    cancels: int = 150
+    cancels: int = 120
     core_sessions: tuple[int, ...] = (1, 16, 64, 256)
     core_steps: int = 4096
     """Session-steps in a turn."""
