@@ -68,7 +68,7 @@ def test_suite_measures_on_a_tiny_model(shell: Shell, suite: str) -> None:
 def test_bytes_are_those_that_llama_cpp_reports(shell: Shell) -> None:
     (found,) = shell("bench", "--suite", "memory", "--quick", "--json").document["suites"]
     assert all(row["accounted MiB"] == pytest.approx(row["llama.cpp's log MiB"], abs=0.01) for row in found["rows"])
-    assert all(row["resident MiB"] > row["accounted MiB"] / 2 for row in found["rows"])
+    assert all(row["resident MiB"] > row["accounted MiB"] for row in found["rows"])
     by_case = {(row["layers"], row["slots"]): row["accounted MiB"] for row in found["rows"]}
     assert by_case["0:4", 2] == 2 * by_case["0:4", 1] == 2 * by_case["0:2", 2]
 

@@ -28,7 +28,7 @@ async def measure_memory(setting: Setting) -> Findings:
     cases = [(layers, slots) for layers in ranges for slots in setting.sizes.memory_slots]
     setting.progress.begin("memory: bytes by layers and slots", len(cases))
     rows: list[dict[str, Cell]] = []
-    bars: list[Bar] = []
+    first: tuple[tuple[int, int], int, float, float] | None = None
     await trio.lowlevel.checkpoint()
     with tempfile.TemporaryDirectory(prefix="hotkv-trio-") as folder:
         for layers, slots in cases:
@@ -37,24 +37,26 @@ async def measure_memory(setting: Setting) -> Findings:
             done = await trio.run_process(command, capture_stdout=True)
             found = json.loads(done.stdout)
             accounted, reported, resident = (found[name] / _MIB for name in ("accounted", "reported", "resident"))
+            first = first if first and first[0] == layers else (layers, slots, accounted, resident)
+            more = slots - first[1]
             rows.append({
                 "layers": "{}:{}".format(*layers),
                 "slots": slots,
                 "accounted MiB": accounted,
                 "llama.cpp's log MiB": reported,
                 "resident MiB": resident,
-                "beyond KV MiB": resident - accounted,
+                "a slot more, accounted": (accounted - first[2]) / more if more else None,
+                "a slot more, resident": (resident - first[3]) / more if more else None,
             })
             setting.progress.advance()
     off = max(abs(_number(row["accounted MiB"]) - _number(row["llama.cpp's log MiB"])) for row in rows)
-    bars.append(Bar.at_most("accounted and reported differ by MiB at most", off, 0.01))
     return Findings(
         suite="memory",
         title=f"KV bytes, {_N_CTX} tokens a session",
-        caption="resident: by how much the process's own memory grew when the engine was opened; beyond KV: weights"
-        " that are not mapped from the file, and what it computes in.",
+        caption="resident: by how much the process's own memory grew when the engine was opened, with weights that are"
+        " not mapped from the file, and what llama.cpp computes in; a slot more: than with the fewest slots, for each.",
         rows=rows,
-        bars=bars,
+        bars=[Bar.at_most("accounted and reported differ by MiB at most", off, 0.01)],
     )
 
 

@@ -12,10 +12,6 @@ from hotkv_trio.llama import LlamaEngine
 
 def measure(model: Path, layers: tuple[int, int], n_slots: int, n_ctx: int, cache: Path) -> dict[str, float]:
     """Return bytes: accounted, reported by llama.cpp, and by how much the process's own memory grew."""
-    # What loading code and reading the model's header take is there beforehand.
-    engine = LlamaEngine(model, layers=layers, n_slots=1, n_ctx=1, cache_dir=cache)
-    engine.open()
-    engine.close()
     engine = LlamaEngine(model, layers=layers, n_slots=n_slots, n_ctx=n_ctx, cache_dir=cache)
     before = _anonymous()
     info = engine.open()
