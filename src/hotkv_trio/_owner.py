@@ -60,8 +60,9 @@ class OwnerThread:
 
     Args:
         name: of the thread.
-        grace: seconds after `stop` until the thread, if it still runs, is named in the log (and again each time they
-            pass): a native call that never returns cannot be ended, but it is not waited for in silence.
+        grace: seconds after which a native call that still runs is reported in the log, with the thread's name, and
+            again each time they pass (the engine's opening only once the runtime is to end).  A native call that
+            never returns cannot be ended, but it is not waited for in silence.
     """
 
     def __init__(self, name: str = "hotkv-owner", *, grace: float = 10.0) -> None:
@@ -70,7 +71,9 @@ class OwnerThread:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[outcome.Outcome[Any]], None]] | None] = (
             queue.SimpleQueue()
         )
-        self._stopped = trio.Event()
+        self._busy = False
+        self._taken = 0
+        self._stopping = False
         self._finished = trio.Event()
 
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -81,12 +84,13 @@ class OwnerThread:
         )
         thread.start()
         task_status.started()
-        await self._stopped.wait()
         while not self._finished.is_set():
+            taken = self._taken
             with trio.move_on_after(self._grace):
                 await self._finished.wait()
-                break
-            logger.warning("owner thread %r still runs a native call; waiting for it", self.name)
+            # The first job is the engine's opening, which may take its time.
+            if self._busy and self._taken == taken and (taken > 1 or self._stopping):
+                logger.warning("owner thread %r still runs a native call; waiting for it", self.name)
         thread.join()
 
     def submit(self, job: Callable[[], T], done: Callable[[outcome.Outcome[T]], None]) -> None:
@@ -95,16 +99,19 @@ class OwnerThread:
 
     def stop(self) -> None:
         """See `Executor.stop`."""
+        self._stopping = True
         self._jobs.put(None)
-        self._stopped.set()
 
     def _run_jobs(self, token: trio.lowlevel.TrioToken) -> None:
         try:
             while (item := self._jobs.get()) is not None:
                 job, done = item
+                self._taken += 1
+                self._busy = True
                 token.run_sync_soon(done, outcome.capture(job))
                 # Otherwise the last job's arrays would live until the next one.
                 del item, job, done
+                self._busy = False
             token.run_sync_soon(self._finished.set)
         except trio.RunFinishedError:
             # trio.run has ended with the runtime open: nobody is left to tell.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import secrets
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hotkv_trio")
 
+_FORKED = "this process was forked after the runtime was opened: open one in each process, after the fork"
 _FIRST_RETRY = 1.0
 _LAST_RETRY = 60.0
 """Seconds between attempts to empty a quarantined slot: the first wait, doubled up to the last."""
@@ -88,6 +90,7 @@ class Runtime:
         self._counts: Counter[str] = Counter()
         self._closed: RuntimeClosed | None = None
         self._crash: Exception | None = None
+        self._pid = os.getpid()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "exact" if self._exact else "grouped"
@@ -495,8 +498,14 @@ class Runtime:
         return self._ledger.lent_slots - len(self._clearing)
 
     def _require_open(self) -> None:
+        self._require_process()
         if self._closed is not None:
             raise attrs.evolve(self._closed)
+
+    def _require_process(self) -> None:
+        """Refuse a forked process: it has the engine's memory, but neither its owner thread nor llama.cpp's."""
+        if os.getpid() != self._pid:
+            raise RuntimeClosed(_FORKED)
 
     def _raise_gone(self, key: SessionKey, error: HotKVError) -> NoReturn:
         """Raise why a session has ended: the newest reason there is."""

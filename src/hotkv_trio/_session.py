@@ -280,6 +280,7 @@ class Session:
         self._length = length
 
     def _require_live(self) -> None:
+        self._runtime._require_process()
         if self._gone is not None:
             self._runtime._raise_gone(self._key, self._gone)
 

@@ -189,6 +189,17 @@ def test_another_thread_never_reaches_llama_cpp(it: Opened, calls: list[str]) ->
     assert calls == []
 
 
+def test_a_forked_process_never_reaches_llama_cpp(
+    it: Opened, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its threads are not there: the call would wait for them for ever."""
+    monkeypatch.setattr("os.getpid", lambda: -1)
+    for refused in (lambda: it.engine.process(_one(tokens(1))), lambda: it.engine.truncate(0, 0)):
+        with pytest.raises(InvalidInput, match="forked after the engine was opened"):
+            refused()
+    assert calls == []
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, np.float32(1.1e15)])
 def test_every_place_of_a_hidden_state_is_looked_at(it: Opened, calls: list[str], value: float) -> None:
     """NaN and Inf, one at a time at every position of a 40-row state."""

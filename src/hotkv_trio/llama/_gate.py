@@ -12,6 +12,7 @@ an entry without a sequence id: SIGSEGV              ``_ffi.Batch`` adds none
 two threads on one context: SIGSEGV                  `Gate.check_thread`
 ``n_seq_max`` over ``n_batch`` or over 256: abort    `check_options`; the engine makes ``n_batch`` from ``n_slots``
 a KV type that attention cannot use: abort, SIGFPE   `check_options`, ``type_k`` and ``type_v``
+a forked process: its threads are not there; hangs   `Gate.check_thread`
 more KV than memory: killed by the system            `check_memory`
 a position past a learned table's end: abort         `Gate.check_group`, ``n_ctx_seq`` (which the engine lowers to it)
 hidden states where the graph has no place: abort    `Gate.check_group`, ``n_embd`` 0
@@ -138,13 +139,16 @@ class Gate:
         """Keep the limits, and the calling thread as the only one that may call."""
         self.limits = limits
         self._thread = threading.get_ident()
+        self._process = os.getpid()
 
     def __repr__(self) -> str:
         """Say the limits."""
         return f"<{type(self).__name__} {self.limits}>"
 
     def check_thread(self) -> None:
-        """Refuse every thread but the one that opened the context."""
+        """Refuse every thread but the one that opened the context, and its likeness in a forked process."""
+        if os.getpid() != self._process:
+            raise InvalidInput("called in a process that was forked after the engine was opened: open one in each")
         if threading.get_ident() != self._thread:
             raise InvalidInput("called from another thread than opened the engine: one context, one thread")
 
