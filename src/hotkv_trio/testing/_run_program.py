@@ -520,8 +520,9 @@ class Runner:
         except AssertionError as exc:
             self.invariants.violated(str(exc))
         model = seen.model
-        if seen.idle_from is not None and isinstance(operation, Prefill | Decode | Restart | Truncate):
-            # Also a call that was refused at once has used the session.
+        used = isinstance(operation, Prefill | Decode | Restart | Truncate) and outcome != "cancelled"
+        if seen.idle_from is not None and used:
+            # Also a call that was refused at once has used the session; not one that was cancelled before it began.
             self._events += 1
             seen.idle_from = trio.current_time(), self._events
         problem: str | None = None
