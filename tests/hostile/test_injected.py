@@ -219,7 +219,7 @@ def test_a_native_code_at_every_call(together: Together, number: int, stride: in
 @pytest.mark.parametrize("lie", [False, True], ids=["refuses", "lies"])
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_removal_fails_at_every_place(together: Together, times: int, lie: bool, stride: int) -> None:
-    """mesh-llm #581: a failed reset lost the lane for ever; llama.cpp PR 28007, #23206: a refused one was ignored."""
+    """mesh-llm #581: a failed reset lost the lane for ever; llama.cpp #23206: a refused one was ignored."""
     at = times
     while True:
         together(faults := Faults(removals=range(at, at + times), lie=lie))
