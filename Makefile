@@ -17,6 +17,8 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/nu
 # An abort in ggml otherwise starts a debugger, and waits for it.
 export GGML_NO_BACKTRACE := 1
 
+SOURCES := $(shell find src -type f -not -name '*.pyc')
+
 TOOLS_READY := $(VENV)/.tools-ready
 LLAMA_READY := $(VENV)/.llama-ready
 PROJECT_READY := $(VENV)/.project-ready
@@ -63,15 +65,15 @@ $(LLAMA_READY): $(TOOLS_READY)
 	fi
 	@touch $@
 
-# Editable: the modules are read from src, and only the compiled part lies in site-packages.
-$(PROJECT_READY): $(LLAMA_READY) pyproject.toml native/CMakeLists.txt $(wildcard native/src/* native/include/*)
+# Not editable: what is tested is what is installed.  (pytest also warns of the module that makes an install editable.)
+$(PROJECT_READY): $(LLAMA_READY) pyproject.toml native/CMakeLists.txt $(wildcard native/src/* native/include/*) $(SOURCES)
 	@echo "==> installing hotkv-trio"
-	@$(PIP_INSTALL) --no-build-isolation --editable '.[bench,cli,test]'
+	@$(PIP_INSTALL) --no-build-isolation '.[bench,cli,test]'
 	@touch $@
 
 $(DOCS_READY): $(PROJECT_READY)
 	@echo "==> installing what builds the documentation"
-	@$(PIP_INSTALL) --no-build-isolation --editable '.[cli,docs]'
+	@$(PIP_INSTALL) --no-build-isolation '.[cli,docs]'
 	@touch $@
 
 $(TYPES_READY): $(PROJECT_READY)
@@ -119,10 +121,10 @@ lint: setup
 		--disable ASYNC110,ASYNC111,ASYNC114,ASYNC124,ASYNC910,ASYNC911,ASYNC912,ASYNC913 --startable-in-context-manager $(ASYNC_STARTABLE)
 	@$(BIN)/mypy
 
-# PATH: it asks the python that it finds there.  PYTHONPATH: it does not follow an editable installation.
+# PATH: it asks the python that it finds there.
 types: $(TYPES_READY)
 	@mkdir -p $(BUILD)
-	@PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=src $(BIN)/basedpyright --verifytypes hotkv_trio --ignoreexternal \
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/basedpyright --verifytypes hotkv_trio --ignoreexternal \
 		> $(BUILD)/types.log || { cat $(BUILD)/types.log; exit 1; }
 	@grep 'Type completeness' $(BUILD)/types.log
 

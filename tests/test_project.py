@@ -50,6 +50,7 @@ FORBIDDEN = {
     "testing": (*NATIVE, "hotkv_trio._cli"),
     "_cli": NATIVE,
     "__main__": NATIVE,
+    "_pytest_plugin": (*NATIVE, "hotkv_trio._cli"),
 }
 
 

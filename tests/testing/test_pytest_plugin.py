@@ -10,7 +10,7 @@ import pytest
 pytest_plugins = ["pytester"]
 
 ROOT = Path(__file__).parents[2]
-PLUGINS = ("-p", "pytest_trio.plugin", "-p", "hotkv_trio.testing._pytest_plugin", "-p", "no:cacheprovider")
+PLUGINS = ("-p", "pytest_trio.plugin", "-p", "hotkv_trio._pytest_plugin", "-p", "no:cacheprovider")
 
 TESTS = """
 import pytest
@@ -53,4 +53,4 @@ def test_nothing_is_offered_unless_asked_for(inner: pytest.Pytester) -> None:
 
 def test_the_entry_point_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert project["entry-points"]["pytest11"] == {"hotkv_trio": "hotkv_trio.testing._pytest_plugin"}
+    assert project["entry-points"]["pytest11"] == {"hotkv_trio": "hotkv_trio._pytest_plugin"}

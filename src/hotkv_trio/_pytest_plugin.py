@@ -5,7 +5,8 @@ In ``pyproject.toml``::
     [tool.pytest.ini_options]
     hotkv_trio = true
 
-The fixtures are in `_pytest_fixtures`.
+The fixtures are in ``testing/_pytest_fixtures``.  This module is not: importing it would load llama.cpp into every run
+of pytest, whoever's tests it runs.
 """
 
 from __future__ import annotations
