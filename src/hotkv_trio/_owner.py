@@ -84,10 +84,11 @@ class OwnerThread:
         )
         thread.start()
         task_status.started()
-        while not self._finished.is_set():
+        while True:
             taken = self._taken
             with trio.move_on_after(self._grace):
                 await self._finished.wait()
+                break
             # The first job is the engine's opening, which may take its time.
             if self._busy and self._taken == taken and (taken > 1 or self._stopping):
                 logger.warning("owner thread %r still runs a native call; waiting for it", self.name)
