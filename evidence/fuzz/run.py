@@ -28,6 +28,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from hotkv_trio.llama import LlamaEngine
 from hotkv_trio.testing import Program, ReplayOracle, build_tiny_gguf, run_program
+from hotkv_trio.testing.programs import Fail
 from hotkv_trio.testing.strategies import programs
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def fuzz_llama(n: int, first_seed: int, tally: Tally) -> None:
             def run(program: Program, make: Callable[..., Engine] = make, oracle: Any = oracle) -> ProgramRun:
                 return run_program(program, engine=make(n_slots=program.slots), oracle=oracle)
 
-            strategy = programs(memories=[memory], failures=False, exact=True)  # type: ignore[list-item]
+            strategy = programs(memories=[memory], weights={Fail: 0}, exact=True)  # type: ignore[list-item]
             fuzz(strategy, run, n // len(MODELS), len(MODELS) * first_seed + number, tally)
             oracle.close()
 

@@ -30,7 +30,7 @@ def first_line(exc: BaseException) -> str:
 
 
 def fuzz() -> dict[str, Any] | None:
-    """Run the two fuzz tests; count programs until the first that fails."""
+    """Run the fuzz tests; count programs until the first that fails."""
     count, found_at, said = 0, 0, ""
 
     def counted(program: Any) -> Any:
@@ -43,7 +43,12 @@ def fuzz() -> dict[str, Any] | None:
             raise
 
     test_programs.run_program = counted
-    for test in (test_programs.test_contention_alone, test_programs.test_every_program_under_every_schedule):
+    for test in (
+        test_programs.test_contention_for_slots,
+        test_programs.test_epochs_that_fence_each_other,
+        test_programs.test_engines_that_fail,
+        test_programs.test_every_program_under_every_schedule,
+    ):
         try:
             test()
         except BaseException:  # noqa: ASYNC103 - whatever it is, it was found

@@ -54,7 +54,7 @@ GRANTED_TOO_LATE = Program(
 )
 
 
-@settings(FUZZ, max_examples=600)
+@settings(FUZZ, max_examples=400)
 @example(LOST)
 @example(GRANTED_TOO_LATE)
 @given(programs())
@@ -62,9 +62,21 @@ def test_every_program_under_every_schedule(program: Program) -> None:
     run_program(program)
 
 
-@settings(FUZZ, max_examples=400)
-@given(programs(slots=[1, 2], failures=False, budgets=False, memories=["attention"]))
-def test_contention_alone(program: Program) -> None:
+@settings(FUZZ, max_examples=250)
+@given(programs(slots=[1, 2], memories=["attention"], weights={p.Fail: 0, p.SetBudget: 0}))
+def test_contention_for_slots(program: Program) -> None:
+    run_program(program)
+
+
+@settings(FUZZ, max_examples=250)
+@given(programs(slots=[1, 2], names="a", weights={p.Fail: 0, p.SetBudget: 0, p.Open: 8, p.Release: 3}))
+def test_epochs_that_fence_each_other(program: Program) -> None:
+    run_program(program)
+
+
+@settings(FUZZ, max_examples=250)
+@given(programs(max_clients=2, weights={p.Fail: 8, p.SetBudget: 0, p.Prefill: 12, p.Sleep: 0}))
+def test_engines_that_fail(program: Program) -> None:
     run_program(program)
 
 

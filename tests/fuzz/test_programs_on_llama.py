@@ -11,6 +11,7 @@ from hypothesis import given, settings
 
 from hotkv_trio.llama import LlamaEngine
 from hotkv_trio.testing import ReplayOracle, build_tiny_gguf, run_program
+from hotkv_trio.testing.programs import Fail
 from hotkv_trio.testing.strategies import programs
 from tests.fuzz.test_programs import FUZZ
 
@@ -31,7 +32,7 @@ def fuzz(folder: Path, memory: Any, n: int) -> int:
     native_calls = 0
 
     @settings(FUZZ, max_examples=n)
-    @given(programs(memories=[memory], failures=False, exact=True))
+    @given(programs(memories=[memory], weights={Fail: 0}, exact=True))
     def run(program: Program) -> None:
         nonlocal native_calls
         native_calls += run_program(program, engine=make(n_slots=program.slots), oracle=oracle).native_calls

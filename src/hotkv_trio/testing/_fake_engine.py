@@ -95,7 +95,7 @@ class FakeEngine:
         )
         self._n_swa = n_swa
         self._slots: dict[int, _Slot] = defaultdict(_Slot)
-        self._failures: dict[Method, deque[BaseException]] = defaultdict(deque)
+        self._failures: dict[Method, deque[BaseException | None]] = defaultdict(deque)
         self._inside = threading.Lock()
         self._go = threading.Event()
         self._go.set()
@@ -107,8 +107,8 @@ class FakeEngine:
         self.opened: bool = False
         self.closed: bool = False
 
-    def fail(self, method: Method, *errors: BaseException) -> None:
-        """Make the next calls of ``method`` raise these, one each.
+    def fail(self, method: Method, *errors: BaseException | None) -> None:
+        """Make the next calls of ``method`` raise these, one each; None lets one succeed.
 
         A failing `process` has appended half of what it was given, as llama.cpp may have.
         """
@@ -139,11 +139,11 @@ class FakeEngine:
             self.calls.append(tuple(group))
             self._check(group)
             self._go.wait()
-            if self._failures["process"]:
+            if (error := self._next_failure("process")) is not None:
                 for append in group:
                     self._append(append, len(append.data) // 2)
                     self._slots[append.slot].spoilt = self._info.memory != "attention"
-                raise self._failures["process"].popleft()
+                raise error
             return [self._append(append, len(append.data)) for append in group]
         finally:
             self._inside.release()
@@ -232,8 +232,11 @@ class FakeEngine:
         return np.frombuffer(noise, dtype="<u2").astype(np.float32).reshape(len(states), width)
 
     def _fail_if_told(self, method: Method) -> None:
-        if self._failures[method]:
-            raise self._failures[method].popleft()
+        if (error := self._next_failure(method)) is not None:
+            raise error
+
+    def _next_failure(self, method: Method) -> BaseException | None:
+        return self._failures[method].popleft() if self._failures[method] else None
 
     def _violated(self, what: str) -> None:
         self.violations.append(what)

@@ -396,6 +396,8 @@ class Runner:
         seen = self._seen_of(session)
         self._note(me, f"{operation!r} -> {session!r}")
         problem = None
+        if operation.how == "scope" and session._gone is not None:
+            problem = "opened though it had ended"
         if not session.hot and not seen.model.colds and session._gone is None:
             problem = "opened without a slot"
         if session.length:
@@ -423,7 +425,7 @@ class Runner:
             if self.fake is not None:
                 self.model.failures += operation.times
                 errors = [EngineFailed(-3, "as told") for _ in range(operation.times)]
-                self.fake.fail(operation.method, *errors)
+                self.fake.fail(operation.method, *[None] * operation.after, *errors)
         elif isinstance(operation, Stall):
             self._note(me, repr(operation))
             self._nursery.start_soon(self._stall, operation.seconds)

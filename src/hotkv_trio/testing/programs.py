@@ -136,6 +136,8 @@ class Fail(_Operation):
 
     method: Method = "process"
     times: int = 1
+    after: int = 0
+    """Calls of the method that succeed before."""
 
 
 @attrs.frozen(repr=False)

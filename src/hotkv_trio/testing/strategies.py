@@ -39,7 +39,7 @@ from hotkv_trio.testing.programs import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from hotkv_trio._engine import Memory
 
@@ -47,8 +47,9 @@ _LATER = st.sampled_from([*[None] * 26, *range(13)])
 """When to cancel; simplest: not at all."""
 
 _MUCH_LATER = st.sampled_from([*[None] * 14, 0, 3, 8, 14, 20, 30])
-_NAMES = st.sampled_from("abcdefgh")
-"""Few enough for clients to meet, and many enough for them to get something done."""
+NAMES = "abcdefgh"
+"""Names of sessions, one letter each: few enough for clients to meet, many enough for them to get something done."""
+_HOW = st.sampled_from(["scope", "serve", "start"])
 _EPOCHS = st.sampled_from([0, 0, 0, 0, 1, 2])
 
 
@@ -61,53 +62,73 @@ def tapes(draw: st.DrawFn, *, max_size: int = 256) -> tuple[int, ...]:
     return tuple(drawn)
 
 
-def operations(n_clients: int, *, failures: bool = True, budgets: bool = True) -> st.SearchStrategy[Operation]:
-    """Draw one operation of a client among ``n_clients``."""
+WEIGHTS: Mapping[type[Any], int] = {
+    Open: 3,
+    Prefill: 6,
+    Decode: 8,
+    Restart: 4,
+    Truncate: 3,
+    Release: 1,
+    Aclose: 1,
+    CancelSession: 1,
+    Close: 1,
+    Sleep: 3,
+    Pause: 1,
+    Stall: 2,
+    SetBudget: 3,
+    Fail: 1,
+}
+"""How often each operation is drawn, relative to the others."""
+
+
+def operations(
+    n_clients: int, *, names: str = NAMES, weights: Mapping[type[Any], int] | None = None
+) -> st.SearchStrategy[Operation]:
+    """Draw one operation of a client among ``n_clients``; see `programs`."""
     of = st.sampled_from([*[None] * 2 * n_clients, *range(n_clients)])
-    small = st.integers(1, 6)
-    kinds: list[tuple[int, st.SearchStrategy[Any]]] = [
-        (
-            3,
-            st.builds(
-                Open,
-                name=_NAMES,
-                epoch=_EPOCHS,
-                how=st.sampled_from(["scope", "serve", "start"]),
-                pinned=st.sampled_from([False, False, False, True]),
-                wait=st.sampled_from([True, True, True, False]),
-                cancel_after=_LATER,
-                hang_up=_MUCH_LATER,
-            ),
+    at = st.sampled_from([None, None, None, 0, 0, 1, -1])
+    kinds: dict[type[Any], st.SearchStrategy[Any]] = {
+        Open: st.builds(
+            Open,
+            name=st.sampled_from(names),
+            epoch=_EPOCHS,
+            how=_HOW,
+            pinned=st.sampled_from([False, False, False, True]),
+            wait=st.sampled_from([True, True, True, False]),
+            cancel_after=_LATER,
+            hang_up=_MUCH_LATER,
         ),
-        (
-            6,
-            st.builds(
-                Prefill,
-                n=small,
-                at=st.sampled_from([None, None, None, 0, 0, 1, -1]),
-                output=st.sampled_from(["last", "all", "none"]),
-                of=of,
-                cancel_after=_LATER,
-            ),
+        Prefill: st.builds(
+            Prefill,
+            n=st.integers(1, 6),
+            at=at,
+            output=st.sampled_from(["last", "all", "none"]),
+            of=of,
+            cancel_after=_LATER,
         ),
-        (8, st.builds(Decode, at=st.sampled_from([None, None, None, 0, 0, 1, -1]), of=of, cancel_after=_LATER)),
-        (4, st.builds(Restart, n=small, cancel_after=_LATER)),
-        (3, st.builds(Truncate, drop=st.integers(-1, 6), of=of, cancel_after=_LATER)),
-        (1, st.builds(Release, of=of, cancel_after=_LATER)),
-        (1, st.builds(Aclose, of=of, cancel_after=_LATER)),
-        (1, st.builds(CancelSession, of=of)),
-        (1, st.just(Close())),
-        (3, st.builds(Sleep, seconds=st.sampled_from([1.0, 3.0, 10.0]))),
-        (1, st.builds(Pause, checkpoints=st.integers(1, 8))),
-        (2, st.builds(Stall, seconds=st.sampled_from([1.0, 5.0]))),
-    ]
-    if budgets:
-        kinds.append((3, st.builds(SetBudget, slots=st.sampled_from([2, 1, 0, 3, 1, 0]))))
-    if failures:
-        method = st.sampled_from(["process", "truncate", "clear"])
-        kinds.append((1, st.builds(Fail, method=method, times=st.integers(1, 2))))
+        Decode: st.builds(Decode, at=at, of=of, cancel_after=_LATER),
+        Restart: st.builds(Restart, n=st.integers(1, 6), cancel_after=_LATER),
+        Truncate: st.builds(Truncate, drop=st.integers(-1, 6), of=of, cancel_after=_LATER),
+        Release: st.builds(Release, of=of, cancel_after=_LATER),
+        Aclose: st.builds(Aclose, of=of, cancel_after=_LATER),
+        CancelSession: st.builds(CancelSession, of=of),
+        Close: st.just(Close()),
+        Sleep: st.builds(Sleep, seconds=st.sampled_from([1.0, 3.0, 10.0])),
+        Pause: st.builds(Pause, checkpoints=st.integers(1, 8)),
+        Stall: st.builds(Stall, seconds=st.sampled_from([1.0, 5.0])),
+        SetBudget: st.builds(SetBudget, slots=st.sampled_from([2, 1, 0, 3, 1, 0])),
+        Fail: st.builds(
+            Fail,
+            method=st.sampled_from(["process", "process", "truncate", "clear"]),
+            times=st.integers(1, 2),
+            after=st.integers(0, 3),
+        ),
+    }
+    chosen = {**WEIGHTS, **(weights or {})}
     # Not one_of, which takes equal strategies for one.
-    return st.sampled_from([kind for weight, kind in kinds for _ in range(weight)]).flatmap(lambda kind: kind)
+    return st.sampled_from([kind for name, kind in kinds.items() for _ in range(chosen[name])]).flatmap(
+        lambda kind: kind
+    )
 
 
 @st.composite
@@ -118,9 +139,9 @@ def programs(
     slots: Sequence[int] = (1, 2, 3),
     max_clients: int = 4,
     max_operations: int = 10,
-    failures: bool = True,
-    budgets: bool = True,
     exact: bool | None = None,
+    names: str = NAMES,
+    weights: Mapping[type[Any], int] | None = None,
 ) -> Program:
     """Draw a whole program.
 
@@ -130,13 +151,13 @@ def programs(
         slots: numbers of slots to choose from.
         max_clients: clients at most.
         max_operations: operations of one client at most.
-        failures: whether the engine may fail.
-        budgets: whether the budget may change.
         exact: the runtime's mode; None: either.
+        names: one letter for each session name: with few of them, clients are at each other's sessions.
+        weights: how often operations are drawn, where it is not as in `WEIGHTS`; 0: never.
     """
     n_clients = draw(st.integers(1, max_clients))
-    client = _client(n_clients, max_operations, failures=failures, budgets=budgets)
-    clients = tuple((draw(_OPENINGS), *draw(client)) for _ in range(n_clients))
+    opening, rest = _client(n_clients, max_operations, names, tuple((weights or {}).items()))
+    clients = tuple((draw(opening), *draw(rest)) for _ in range(n_clients))
     return Program(
         clients=clients,
         tape=draw(tapes()),
@@ -149,13 +170,12 @@ def programs(
 
 
 @functools.cache
-def _client(n_clients: int, most: int, *, failures: bool, budgets: bool) -> st.SearchStrategy[list[Operation]]:
-    """Return what a client may do after it has opened its first session; made once, since that takes long."""
-    operation = operations(n_clients, failures=failures, budgets=budgets)
+def _client(
+    n_clients: int, most: int, names: str, weights: tuple[tuple[type[Any], int], ...]
+) -> tuple[st.SearchStrategy[Open], st.SearchStrategy[list[Operation]]]:
+    """Return how a client begins, and what it may do then; made once, since that takes long."""
+    opening = st.builds(Open, name=st.sampled_from(names), epoch=_EPOCHS, how=_HOW, hang_up=_MUCH_LATER)
+    operation = operations(n_clients, names=names, weights=dict(weights))
     # Left to itself, Hypothesis prefers short lists.
-    return st.integers(0, most).flatmap(functools.cache(lambda n: st.lists(operation, min_size=n, max_size=n)))
-
-
-_OPENINGS = st.builds(
-    Open, name=_NAMES, epoch=_EPOCHS, how=st.sampled_from(["scope", "serve", "start"]), hang_up=_MUCH_LATER
-)
+    rest = st.integers(0, most).flatmap(functools.cache(lambda n: st.lists(operation, min_size=n, max_size=n)))
+    return opening, rest
