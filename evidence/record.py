@@ -57,7 +57,9 @@ def run(command: str, environment: dict[str, str]) -> tuple[int, float, str]:
 def section(criterion: dict[str, Any], models: str | None) -> tuple[str, bool]:
     """Run a criterion's commands; return its section, and whether all is shown."""
     environment = dict(os.environ, PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}", COLUMNS="120")
-    environment |= {"GGML_NO_BACKTRACE": "1", "NO_COLOR": "1"} | ({"HOTKV_MODELS": models} if models else {})
+    # Passive: on a machine that others use too, OpenMP's spinning costs ten times what it gains.
+    environment |= {"GGML_NO_BACKTRACE": "1", "NO_COLOR": "1", "OMP_WAIT_POLICY": "passive"}
+    environment |= {"HOTKV_MODELS": models} if models else {}
     parts = [f"### {criterion['id']}. {criterion['title']}\n", criterion.get("text", "").strip() + "\n"]
     shown = True
     for command in criterion["commands"]:
