@@ -347,6 +347,12 @@ async def the_session_s_own_scope(room: Room) -> None:
 
 
 @scenario
+async def verify_isolation(room: Room) -> None:
+    with room.victim:
+        await room.runtime.verify_isolation()
+
+
+@scenario
 async def limiter_acquire(room: Room) -> None:
     limiter = room.runtime.limiter
     taken = False

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+def _holds_cancelled(exc: BaseException) -> bool:
+    if isinstance(exc, BaseExceptionGroup):
+        return any(map(_holds_cancelled, exc.exceptions))
+    return isinstance(exc, trio.Cancelled)
+
+
 @attrs.frozen
 class CancelPoint:
     """One step at which the victim was cancelled."""
@@ -99,8 +105,8 @@ class Victim(trio.abc.Instrument):
         self._cancel = cancel
         try:
             yield
-        except trio.Cancelled:
-            self.cancelled = True
+        except BaseException as exc:
+            self.cancelled = _holds_cancelled(exc)
             raise
         finally:
             self._cancel = None
