@@ -53,9 +53,21 @@ GRANTED_TOO_LATE = Program(
     chunk=1,
 )
 
+# A budget that is too small for a moment refuses a waiter; the next to come does not overtake it.
+REFUSED_FOR_A_MOMENT = Program(
+    clients=(
+        (p.Open(), p.Restart()),
+        (p.Open(name="b"), p.Sleep(), p.Pause(), p.SetBudget(slots=0), p.SetBudget(slots=2), p.Decode()),
+        (p.Open(name="c"),),
+        (p.Open(), p.Stall()),
+    ),
+    chunk=1,
+)
+
 
 @settings(FUZZ, max_examples=400)
 @example(LOST)
+@example(REFUSED_FOR_A_MOMENT)
 @example(GRANTED_TOO_LATE)
 @given(programs())
 def test_every_program_under_every_schedule(program: Program) -> None:

@@ -651,7 +651,8 @@ class Runner:
 
     def _check_turn(self, session: Session, seen: _Seen) -> None:
         for other, theirs in self._seen.items():
-            waits = theirs.waits_from is not None and other._tenancy is not None and not other.hot
+            # Not one whose claim was refused, and whose task has not heard of it yet.
+            waits = theirs.waits_from is not None and other._tenancy in self.runtime._ledger.waiting
             if waits and (seen.waits_from is None or cast("int", theirs.waits_from) < seen.waits_from):
                 raise AssertionError(f"{session!r} got a slot before {other!r}, which has waited for longer")
 
