@@ -1,6 +1,6 @@
 """Make the record of a full run: results.json, the plots, and README.md from frame.md.
 
-python evidence/bench/record.py --model FILE [--llama-server FILE] [--llama-batched-bench FILE]
+python evidence/bench/record.py --model FILE [--llama-server FILE] [--llama-batched-bench FILE] [--threads N]
 python evidence/bench/record.py            # README.md again, from results.json
 """
 
@@ -21,15 +21,14 @@ FOLDER = Path(__file__).resolve().parent
 def measure(arguments: argparse.Namespace) -> None:
     """Run every suite, and write what they found."""
     command = [sys.executable, "-m", "hotkv_trio", "bench", "--json", "--plots", str(FOLDER)]
-    for name in ("model", "llama_server", "llama_batched_bench"):
+    for name in ("model", "llama_server", "llama_batched_bench", "threads"):
         if (value := getattr(arguments, name)) is not None:
             command += ["--" + name.replace("_", "-"), str(value)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     document = json.loads(done.stdout)
     git = ["git", "describe", "--always", "--abbrev=12", "--exclude=*"]
-    document["on"]["commit"] = subprocess.run(
-        git, check=True, cwd=FOLDER, capture_output=True, text=True
-    ).stdout.strip()
+    described = subprocess.run(git, check=True, cwd=FOLDER, capture_output=True, text=True)
+    document["on"]["commit"] = described.stdout.strip()
     text = json.dumps(document, ensure_ascii=False, indent=1)
     (FOLDER / "results.json").write_text(text + "\n", encoding="utf-8")
 
@@ -42,6 +41,7 @@ def stamp(on: dict[str, Any]) -> str:
     return "\n".join([
         f"- {on['date']}, commit {on['commit']}, model {on['model']}",
         f"- {on['processor']}, {on['processors']} processors, {on['memory_gib']:.0f} GiB, {on['system']}",
+        f"- threads of a native call: {on['threads']}",
         f"- llama.cpp {on['llama_cpp_commit']} ({', '.join(on['features'])})",
         f"- Python {on['python']}, {packages}",
         f"- load average of the last minute: {on['load_before']:.1f} before, {on['load_after']:.1f} after",
@@ -90,6 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("--model", "--llama-server", "--llama-batched-bench"):
         parser.add_argument(name, type=Path)
+    parser.add_argument("--threads", type=int)
     arguments = parser.parse_args()
     if arguments.model is not None:
         measure(arguments)

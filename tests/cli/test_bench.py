@@ -90,13 +90,14 @@ def test_tables_and_plots(shell: Shell, tmp_path: Path) -> None:
 
 def test_model_of_ones_own(shell: Shell, tmp_path: Path) -> None:
     path = build_tiny_gguf(tmp_path / "own.gguf", n_layer=1, n_vocab=64)
-    called = shell("bench", "--suite", "prefill", "--quick", "--json", "--model", path)
+    called = shell("bench", "--suite", "prefill", "--quick", "--json", "--model", path, "--threads", 2)
     assert called.status == 0, called
-    assert called.document["on"]["model"] == "own.gguf"
+    assert (called.document["on"]["model"], called.document["on"]["threads"]) == ("own.gguf", 2)
 
 
 def test_wrong_arguments(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert shell("bench", "--suite", "speed").status == 2
+    assert shell("bench", "--threads", 0).status == 2
     absent = shell("bench", "--suite", "prefill", "--quick", "--model", tmp_path / "absent.gguf")
     assert absent.status == 2
     assert "Next: try " in absent.err

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import attrs
 import trio
-from cyclopts import Parameter
+from cyclopts import Parameter, validators
 from rich.console import Console
 
 from hotkv_trio._cli._advice import A_WHOLE_MODEL, advising
@@ -41,6 +41,9 @@ async def bench(
     plots: Annotated[Path | None, Parameter(help="A folder for plots (PNG); needs the extra bench.")] = None,
     llama_server: Annotated[Path | None, Parameter(help="The program, for the suite peers.")] = None,
     llama_batched_bench: Annotated[Path | None, Parameter(help="The program, for the suite peers.")] = None,
+    threads: Annotated[
+        int | None, Parameter(validator=validators.Number(gte=1), help="Of a native call; else one a processor.")
+    ] = None,
     quick: Annotated[bool, Parameter(negative=(), help="Measure next to nothing, to see that it works.")] = False,
     json_: AsJson = False,
 ) -> None:
@@ -57,14 +60,14 @@ async def bench(
     measured: list[Findings] = []
     with ExitStack() as stack:
         progress = stack.enter_context(Progress(Console(stderr=True)))
-        threads, name = None, "tiny random model"
+        name = "tiny random model"
         if model is None:
             from hotkv_trio.llama._tiny_gguf import build_tiny_gguf
 
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hotkv-trio-"))
             model = build_tiny_gguf(Path(folder) / "tiny.gguf", n_ctx_train=2048)
             # There is less to compute in a call than threads lose in waiting for each other.
-            threads = 1
+            threads = threads or 1
         else:
             name = model.name
         setting = Setting(
@@ -86,7 +89,7 @@ async def bench(
         for curve in [curve for found in measured for curve in found.curves]:
             draw(curve, plots)
     if json_:
-        print_json({"on": _machine(name, before), "suites": [found.as_dict() for found in measured]})
+        print_json({"on": _machine(name, threads, before), "suites": [found.as_dict() for found in measured]})
     else:
         show_all(measured, Console())
 
@@ -121,7 +124,7 @@ def _check_plots(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
 
-def _machine(model: str, load_before: float) -> dict[str, Any]:
+def _machine(model: str, threads: int | None, load_before: float) -> dict[str, Any]:
     """Return what everything was measured on."""
     from hotkv_trio.llama._installation import read_installation
 
@@ -133,6 +136,7 @@ def _machine(model: str, load_before: float) -> dict[str, Any]:
     return {
         "date": f"{dt.datetime.now(dt.UTC):%Y-%m-%d %H:%M} UTC",
         "model": model,
+        "threads": threads or found.processors,
         "processor": found.processor,
         "processors": found.processors,
         "features": found.features,
