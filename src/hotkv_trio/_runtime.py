@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     import outcome
 
     from hotkv_trio._engine import Engine, EngineInfo
+    from hotkv_trio._slots import Claim
 
 logger = logging.getLogger("hotkv_trio")
 
@@ -86,6 +87,7 @@ class Runtime:
         self._impatient: set[Tenancy] = set()
         self._clearing: set[Tenancy] = set()
         self._retries: dict[int, tuple[float, float]] = {}
+        self._retried_for: Claim | None = None
         self._nap = trio.CancelScope()
         self._counts: Counter[str] = Counter()
         self._closed: RuntimeClosed | None = None
@@ -409,7 +411,9 @@ class Runtime:
         for tenancy in list(self._impatient):
             if tenancy.claim is not head or any(self._ledger.shortfall):
                 self._limiter._refuse(tenancy, trio.WouldBlock())
-        if head is not None and head.with_slot and not self._ledger.free_slots:
+        # Once for each claim that gets to the head: after that, the clock's turns are enough.
+        if head is not None and head.with_slot and not self._ledger.free_slots and head is not self._retried_for:
+            self._retried_for = head
             for slot in self._ledger.quarantined:
                 self._retry(slot)
 

@@ -94,6 +94,23 @@ async def test_a_waiter_whose_slot_stays_dirty_waits_and_gets_it_later(autojump_
         assert waiter.value.hot
 
 
+async def test_a_waiter_does_not_have_a_dirty_slot_tried_at_each_step() -> None:
+    engine = CountsClears(n_slots=2)
+    async with open_rig(engine) as rig, trio.open_nursery() as nursery:
+        busy = await rig.runtime.start_session(key("a"), pinned=True)
+        await rig.runtime.start_session(key("b"))
+        engine.fail("clear", *[native_failure()] * 100)
+        await rig.runtime.release(key("b"))
+        spawn(nursery, rig.runtime.start_session, key("c"))
+        await wait_all_tasks_blocked()
+        assert engine.clears == 2, "at the release, and for the waiter"
+        for token in range(10):
+            await busy.decode(token)
+        assert engine.clears == 2
+        engine._failures["clear"].clear()
+        await rig.runtime.release(key("a"))
+
+
 async def test_not_waiting_for_a_slot_that_stays_dirty_says_would_block() -> None:
     async with open_rig(FakeEngine(n_slots=1)) as rig:
         await rig.runtime.start_session(key("a"))
