@@ -48,6 +48,7 @@ def fuzz() -> dict[str, Any] | None:
         test_programs.test_epochs_that_fence_each_other,
         test_programs.test_engines_that_fail,
         test_programs.test_every_program_under_every_schedule,
+        test_programs.test_budgets_that_move,
     ):
         try:
             test()

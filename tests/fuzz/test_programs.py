@@ -92,6 +92,12 @@ def test_engines_that_fail(program: Program) -> None:
     run_program(program)
 
 
+@settings(FUZZ, max_examples=150)
+@given(programs(slots=[2, 3], weights={p.SetBudget: 10, p.Sleep: 20, p.Fail: 0, p.Stall: 0, p.Truncate: 0}))
+def test_budgets_that_move(program: Program) -> None:
+    run_program(program)
+
+
 @pytest.mark.slow  # an hour: evidence/fuzz/run.py runs it in parts
 @settings(FUZZ, max_examples=100_000)
 @given(programs())

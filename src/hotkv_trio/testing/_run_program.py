@@ -431,8 +431,9 @@ class Runner:
             self._nursery.start_soon(self._stall, operation.seconds)
         elif not isinstance(operation, Close | Open):
             of: int | None = getattr(operation, "of", None)
-            session = self._sessions.get(me if of is None else of)
-            if session is not None:
+            session, own = self._sessions.get(me if of is None else of), self._sessions.get(me)
+            # Who holds a slot that nobody can take must not wait for another: no limiter helps against that.
+            if session is not None and (session is own or own is None or not own.statistics().pinned):
                 await self._call(me, operation, session)
 
     async def _stall(self, seconds: float) -> None:

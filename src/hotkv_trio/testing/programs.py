@@ -51,7 +51,7 @@ class Prefill(_Operation):
     """``at`` of the call, counted from the session's length; None: none."""
     output: Output = "last"
     of: int | None = None
-    """Whose session: the number of a client; None: one's own."""
+    """Whose session: the number of a client; None: one's own.  Not done by a client whose own session is pinned."""
     cancel_after: int | None = None
 
 
