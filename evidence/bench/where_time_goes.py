@@ -1,6 +1,6 @@
 """Where a step's time goes: the parts of a decode on a model, and a profile of the core on an engine that does nothing.
 
-python evidence/bench/where_time_goes.py MODEL > evidence/bench/profile.txt
+python evidence/bench/where_time_goes.py [MODEL] > evidence/bench/profile.txt
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ async def core_alone() -> None:
 
 
 async def main() -> None:
-    await parts_of_a_step(Path(sys.argv[1]))
+    if len(sys.argv) > 1:
+        await parts_of_a_step(Path(sys.argv[1]))
     await core_alone()
 
 
