@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
@@ -440,6 +441,9 @@ def test_a_poisoned_recurrent_slot_waits_for_the_others(tiny: Tiny, monkeypatch:
 
 
 def _memory() -> int:
+    """Return the resident bytes, without those that the allocator keeps though nobody uses them (glibc)."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
@@ -536,8 +540,8 @@ def test_failed_opens_leave_no_memory(tiny: Tiny, monkeypatch: pytest.MonkeyPatc
     before = _memory()
     for _ in range(10):
         fail()
-    # Each of these contexts is 16 MiB of KV alone.
-    assert _memory() - before < 8 << 20
+    # Ten contexts of 16 MiB of KV alone: one of them left behind would show.
+    assert _memory() - before < 16 << 20
 
 
 def test_what_can_never_fit_in_memory_is_refused(tiny: Tiny, counts: _Counts) -> None:
