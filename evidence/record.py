@@ -4,7 +4,8 @@
 
 In the folder `criteria.toml` lists the criteria; `frame.md` is the text around them; `README.md` is the result.  The
 commands run in the project's root.  Those that need the files of real models get the folder in ``HOTKV_MODELS`` and are
-left out, and named as left out, without one.
+left out, and named as left out, without one.  With ``--only`` the sections of these criteria are made anew in the
+`README.md` that is there; each section says at which commit it was made.
 """
 
 from __future__ import annotations
@@ -72,7 +73,17 @@ def section(criterion: dict[str, Any], models: str | None) -> tuple[str, bool]:
         print(f"    exit {status}, {seconds:.0f} s", flush=True)
         shown = shown and status == 0
         parts.append(f"```console\n$ {command}\n{printed}\n```\n\nExit status {status}, {seconds:.0f} s.\n")
+    commit = _output(["git", "rev-parse", "--short", "HEAD"])
+    parts.append(f"Made {dt.datetime.now(dt.UTC):%Y-%m-%d %H:%M} UTC at commit {commit}.\n")
     return "\n".join(parts), shown
+
+
+def merged(text: str, criterion: dict[str, Any], body: str, row: str) -> str:
+    """Return a record in which one criterion's section and row are these."""
+    number = re.escape(criterion["id"])
+    end = r"(?=^### |^## Limits|\Z)"
+    text = re.sub(rf"^### {number}\. .*?{end}", lambda _: f"{body}\n", text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(rf"^\| {number} \| .*$", lambda _: row, text, flags=re.MULTILINE)
 
 
 def main() -> int:
@@ -89,11 +100,16 @@ def main() -> int:
         f"| {c['id']} | {c['title']} | {'shown' if shown else 'NOT SHOWN'} |"
         for c, (_, shown) in zip(chosen, sections, strict=True)
     ]
-    table = "\n".join(["| | criterion | |", "|---|---|---|", *rows])
-    text = (arguments.folder / "frame.md").read_text(encoding="utf-8")
-    text = text.replace("<!-- stamp -->", stamp()).replace("<!-- table -->", table)
-    text = text.replace("<!-- sections -->", "\n".join(body for body, _ in sections))
-    target = arguments.folder / ("README.md" if not arguments.only else "partial.md")
+    target = arguments.folder / "README.md"
+    if arguments.only:
+        text = target.read_text(encoding="utf-8")
+        for criterion, (body, _), row in zip(chosen, sections, rows, strict=True):
+            text = merged(text, criterion, body, row)
+    else:
+        table = "\n".join(["| | criterion | |", "|---|---|---|", *rows])
+        text = (arguments.folder / "frame.md").read_text(encoding="utf-8")
+        text = text.replace("<!-- stamp -->", stamp()).replace("<!-- table -->", table)
+        text = text.replace("<!-- sections -->", "\n".join(body for body, _ in sections))
     target.write_text(text, encoding="utf-8")
     print("\n".join(rows))
     return 0 if all(shown for _, shown in sections) else 1
