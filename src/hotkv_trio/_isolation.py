@@ -27,6 +27,8 @@ MOST_SLOTS: Final = 4
 
 _LIFE: Final = (5, 63, 64, 65, 1, 1, 128, 128, 60, 1, 1)
 """Tokens in each call of a session's life: on both sides of 64 queries in a call, and of 512 cells in a slot."""
+_BRIEF_LIFE: Final = (5, 64, 1, 63, 128, 1)
+"""The same in brief: two sessions together pass 512 cells."""
 _CHUNKS: Final = (32, 63, 64, 128)
 _TENANT: Final = 5
 """Calls of that life that show whether poison was left."""
@@ -39,12 +41,12 @@ _WORDS: Final[Mapping[str, tuple[str, str, str]]] = {
     "own_calls": (
         "calls that serve one session give the same bits in any slot, whoever else is there: exact mode is exact",
         "who else is there, or the slot, changes the bits of calls that serve one session: exact mode is NOT exact",
-        "not tried: one slot was free",
+        "not tried",
     ),
     "neighbours_contents": (
         "what the neighbours hold changes no bit of a session that decodes with them",
         "what the neighbours hold CHANGES the bits of a session that decodes with them",
-        "not tried: one slot was free",
+        "not tried: there was one slot",
     ),
     "slot_reuse": (
         "a slot that was used before is as a fresh one",
@@ -63,23 +65,32 @@ _WORDS: Final[Mapping[str, tuple[str, str, str]]] = {
     ),
     "group_sizes": (
         "how many sessions decode together changes no bit: grouped mode is as exact as exact mode",
-        "how many sessions decode together changes bits: kernels choose their path by shape; exact mode does not group",
-        "not tried: one slot was free",
+        "how many sessions decode together changes bits: kernels choose their path by shape",
+        "not tried",
     ),
     "chunk_sizes": (
         "how a prompt is cut into chunks changes no bit",
         "how a prompt is cut into chunks changes bits: a replay repeats its calls, not just its tokens",
-        "",
+        "not tried",
     ),
 }
 
 
+_PROMISED: Final = ("own_calls", "neighbours_contents", "slot_reuse", "poison", "truncate")
+_PROMISED_UNIFIED: Final = ("neighbours_contents", "slot_reuse", "truncate")
+
+
 @attrs.frozen(kw_only=True)
 class IsolationReport:
-    """What holds on an engine, bit for bit: True, False, or None where there was nothing to try it on."""
+    """What holds on an engine, bit for bit: True, False, or None where it was not tried."""
 
+    layout: str
+    """How the slots share the context: it decides what is promised."""
     own_calls: bool | None
-    """Calls that serve one session alone do not depend on neighbours or slot: what exact mode promises."""
+    """Calls that serve one session alone do not depend on neighbours or slot: what exact mode promises.
+
+    Not promised where sessions share a pool of cells.
+    """
     neighbours_contents: bool | None
     """In shared calls the neighbours' contents change nothing: what grouped mode promises."""
     slot_reuse: bool
@@ -90,7 +101,7 @@ class IsolationReport:
     """A slot that was cut back is as if nothing had followed."""
     group_sizes: bool | None
     """The number of sessions in a call changes nothing.  Not promised: a property of the kernels."""
-    chunk_sizes: bool
+    chunk_sizes: bool | None
     """The number of tokens in a call changes nothing.  Not promised: a property of the kernels."""
     slots: int
     """Slots that it was tried on."""
@@ -99,14 +110,14 @@ class IsolationReport:
 
     @property
     def isolated(self) -> bool:
-        """Whether all that is promised holds, as far as it could be tried."""
-        promised = (self.own_calls, self.neighbours_contents, self.slot_reuse, self.poison, self.truncate)
-        return all(held is not False for held in promised)
+        """Whether all that the layout promises holds, as far as it could be tried."""
+        promised = _PROMISED_UNIFIED if self.layout == "unified" else _PROMISED
+        return all(getattr(self, name) is not False for name in promised)
 
     @property
     def batch_invariant(self) -> bool:
         """Whether grouped mode is as exact as exact mode here."""
-        return self.group_sizes is True and self.chunk_sizes
+        return self.group_sizes is True and self.chunk_sizes is True
 
     def sentences(self) -> list[tuple[str, bool | None, str]]:
         """Return each finding: its name, whether it holds, and what that means in plain words."""
@@ -126,13 +137,20 @@ def prove(engine: Engine, info: EngineInfo, slots: Sequence[int]) -> Generator[N
         slots: empty ones, at least one, which nobody else names meanwhile.
 
     Raises:
+        InvalidInput: the slots share a pool of cells with others, whose coming and going would be taken for a fault.
         EngineFailed: a call failed that should not have.
     """
-    proof = _Proof(engine, info, slots)
+    if info.recipe.layout == "unified" and len(slots) < info.n_slots:
+        raise InvalidInput(
+            f"in the unified layout the proof needs the pool for itself, and has {len(slots)} of {info.n_slots} slots;"
+            " the engine's `isolation` is what was found when it was opened"
+        )
+    proof = _Proof(engine, info, slots, _LIFE)
     fresh = yield from proof.life(proof.slots[0])
     slot_reuse = yield from proof.is_reused_as_new(fresh)
     several = len(slots) > 1
     return IsolationReport(
+        layout=info.recipe.layout,
         own_calls=(yield from proof.are_own_calls_as_alone(fresh)) if several else None,
         neighbours_contents=(yield from proof.are_contents_unseen()) if several else None,
         slot_reuse=slot_reuse,
@@ -145,16 +163,51 @@ def prove(engine: Engine, info: EngineInfo, slots: Sequence[int]) -> Generator[N
     )
 
 
+def prove_briefly(engine: Engine, info: EngineInfo) -> IsolationReport:
+    """Prove, on the first two slots, what the unified layout promises; all slots are empty before.
+
+    Raises:
+        EngineFailed: a call failed that should not have.
+    """
+
+    def proof() -> Generator[None, None, IsolationReport]:
+        slots = range(min(2, info.n_slots))
+        it = _Proof(engine, info, slots, _BRIEF_LIFE)
+        fresh = yield from it.life(0)
+        contents = (yield from it.are_contents_unseen()) if len(slots) > 1 else None
+        yield from it.empty(slots)
+        return IsolationReport(
+            layout=info.recipe.layout,
+            own_calls=None,
+            neighbours_contents=contents,
+            slot_reuse=_same((yield from it.life(0)), fresh),
+            poison=None,
+            truncate=(yield from it.is_truncate_exact()),
+            group_sizes=None,
+            chunk_sizes=None,
+            slots=len(slots),
+            tokens=sum(it.sizes),
+        )
+
+    steps = proof()
+    while True:
+        try:
+            next(steps)
+        except StopIteration as stop:
+            report: IsolationReport = stop.value
+            return report
+
+
 class _Proof:
     """The parts of it.  Each begins by emptying what it uses."""
 
-    def __init__(self, engine: Engine, info: EngineInfo, slots: Sequence[int]) -> None:
+    def __init__(self, engine: Engine, info: EngineInfo, slots: Sequence[int], life: Sequence[int]) -> None:
         self.engine = engine
         self.info = info
         self.slots = sorted(slots)
         self.most = min(info.max_batch_tokens, info.max_outputs)
         self.sizes: list[int] = []
-        for n in _LIFE:
+        for n in life:
             if n <= self.most and sum(self.sizes) + n + _DECODES <= info.n_ctx_seq:
                 self.sizes.append(n)
 
@@ -201,16 +254,16 @@ class _Proof:
     def decoded_together(
         self, slots: Sequence[int], *, noise: int = 0, own: int | None = None
     ) -> Generator[None, None, dict[int, list[Rows]]]:
-        """Prefill each slot on its own, then decode in shared calls; return each slot's rows.
+        """Prefill the slots in turns, then decode in shared calls; return each slot's rows.
 
         Every slot has data of its own; ``noise`` changes it for all slots but ``own``.
         """
         yield from self.empty(self.slots)
         seeds = {slot: 100 * slot + (0 if slot == own else noise) for slot in slots}
-        for slot, seed in seeds.items():
-            for turn, n in enumerate(self.sizes):
-                yield from self.call({slot: self.data(n, seed + turn)})
         rows: dict[int, list[Rows]] = {slot: [] for slot in slots}
+        for turn, n in enumerate(self.sizes):
+            for slot, seed in seeds.items():
+                rows[slot] += yield from self.call({slot: self.data(n, seed + turn)})
         for turn in range(_DECODES):
             together = yield from self.call({slot: self.data(1, seed + 50 + turn) for slot, seed in seeds.items()})
             for slot, row in zip(sorted(slots), together, strict=True):
@@ -255,7 +308,7 @@ class _Proof:
             if not 0 < more <= self.info.n_ctx_seq - length - 3:
                 continue
             head, tail, after = self.data(length, 1), self.data(more, 2), self.data(3, 3)
-            yield from self.empty([slot])
+            yield from self.empty(self.slots)
             yield from self.call({slot: head})
             expected = yield from self.call({slot: after})
             yield from self.empty([slot])

@@ -4,7 +4,8 @@ Pure state, no waiting.  A *round* is one decode step for every session that wai
 chunk of one prefill, round robin between the prefills.
 
 Decodes are grouped: one native call serves the sessions of *consecutive* slots, because llama.cpp runs a batch over
-streams with holes as one graph for each run of consecutive ids anyway.  In exact mode every call serves one session.
+streams with holes as one graph for each run of consecutive ids anyway; where all slots share a stream, any go
+together.  In exact mode every call serves one session.
 A prefill chunk always has a call of its own.
 """
 
@@ -79,6 +80,8 @@ class Plan:
     """Tokens of a prefill in one call, at most."""
     max_group: int
     """Sessions in one decode call, at most; 1 in exact mode."""
+    scattered: bool = False
+    """Whether one call takes any slots, as where all share one stream of cells."""
     arrivals: int = attrs.field(default=0, init=False)
     """Work queued so far, ever: two equal readings mean that nothing came between them."""
     _decodes: dict[int, Work] = attrs.field(factory=dict, init=False)
@@ -104,14 +107,14 @@ class Plan:
             del queue[work.slot]
 
     def decodes(self) -> list[Call]:
-        """Return the decode calls of a round: groups of consecutive slots, one kind of data each."""
+        """Return the decode calls of a round: groups of slots that can go together, one kind of data each."""
         calls: list[Call] = []
         for _, work in sorted(self._decodes.items()):
             last = calls[-1].works if calls else []
             if (
                 last
                 and len(last) < self.max_group
-                and last[-1].slot + 1 == work.slot
+                and (self.scattered or last[-1].slot + 1 == work.slot)
                 and last[-1].data.ndim == work.data.ndim
             ):
                 last.append(work)

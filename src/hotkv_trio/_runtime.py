@@ -77,7 +77,9 @@ class Runtime:
             engine,
             executor,
             Plan(
-                prefill_chunk=min(options.prefill_chunk, largest_call), max_group=1 if options.exact else largest_call
+                prefill_chunk=min(options.prefill_chunk, largest_call),
+                max_group=1 if options.exact else largest_call,
+                scattered=info.recipe.layout == "unified",
             ),
             count_hot=self._count_hot,
             make_room=self._make_room,
@@ -286,6 +288,7 @@ class Runtime:
             EngineFailed: a native call failed that should not have, which is a finding too.
             CacheMiss: a slot was lost meanwhile (by a smaller budget, say).
             RuntimeClosed: the runtime has ended.
+            InvalidInput: in the unified layout, a slot is in use, or there are more than four.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         self._require_open()
@@ -628,7 +631,7 @@ async def open_runtime(
         executor: where native calls run; None: an owner thread of the runtime's own.
 
     Raises:
-        InvalidInput: an argument is not what it should be.
+        InvalidInput: an argument is not what it should be, or ``exact`` in a layout that cannot keep it.
         EngineFailed: the engine could not be opened.
         RuntimeClosed: at the end, if native calls had become impossible and the body did not raise.
     """
@@ -647,6 +650,11 @@ async def open_runtime(
                     kv_budget=kv_budget, idle_ttl=idle_ttl, prefill_chunk=prefill_chunk, exact=exact
                 )
                 info = await call(executor, engine.open)
+                if exact and info.recipe.layout == "unified":
+                    raise InvalidInput(
+                        "exact=True: in the unified layout a session's bits depend on who else is there; the layout"
+                        " 'streams' is exact"
+                    )
                 await trio.lowlevel.checkpoint()
                 runtime = Runtime(engine, info, executor, options)
             except BaseException:

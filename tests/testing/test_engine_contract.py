@@ -32,6 +32,7 @@ class TestFakeEngine(EngineContract):
 
 MODELS = {
     "attention": ("llama", None),
+    "unified": ("llama", None),
     "sliding": ("gemma3", None),
     "recurrent": ("mamba", None),
     "hybrid": ("jamba", None),
@@ -45,6 +46,7 @@ class TestLlamaEngine(EngineContract):
     @pytest.fixture(autouse=True)
     def _choose(self, kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
         architecture, self._layers = MODELS[kind]
+        self._layout: Any = "unified" if kind == "unified" else "streams"
         self._folder: Path = tmp_path_factory.getbasetemp() / "contract"
         self._folder.mkdir(exist_ok=True)
         self._path = self._folder / f"{architecture}.gguf"
@@ -53,7 +55,13 @@ class TestLlamaEngine(EngineContract):
 
     def make_engine(self) -> Engine:
         return LlamaEngine(
-            self._path, layers=self._layers, n_slots=3, n_ctx=256, threads=1, cache_dir=self._folder / "slices"
+            self._path,
+            layers=self._layers,
+            layout=self._layout,
+            n_slots=3,
+            n_ctx=256,
+            threads=1,
+            cache_dir=self._folder / "slices",
         )
 
 

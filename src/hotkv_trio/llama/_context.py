@@ -12,7 +12,7 @@ from hotkv_trio.llama import _ffi, _log
 from hotkv_trio.llama._tap import make_tap
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from hotkv_trio._engine import Memory
@@ -42,6 +42,8 @@ class ContextOptions:
     type_v: str
     swa_full: bool
     threads: int
+    unified: bool = False
+    """Whether all slots share one stream of cells, as many as they would have apart."""
 
     @property
     def n_ctx_seq(self) -> int:
@@ -88,7 +90,8 @@ class Context:
             tap_kind: how that tensor is read.
 
         Raises:
-            InvalidInput: the model keeps no memory that sessions could live in.
+            InvalidInput: the model keeps no memory that sessions could live in, or none that they could share, or
+                runs without flash attention.
             EngineFailed: llama.cpp cannot load it, or cannot make the context.  Nothing is left behind.
         """
         _ffi.start_up()
@@ -98,6 +101,8 @@ class Context:
                 _failed(f"llama.cpp cannot load {path}", lines)
             made.callback(_ffi.free_model, model)
             self.memory_kind: Final = _memory_kind(model, path)
+            if options.unified:
+                _check_unified(self.memory_kind, path)
             self.tap: Final = self._make_tap(made, tap_tensor, _ffi.n_embd(model), options.n_batch, tap_kind)
             handle = _ffi.new_context(
                 model,
@@ -107,6 +112,7 @@ class Context:
                 type_k=options.type_k,
                 type_v=options.type_v,
                 swa_full=options.swa_full,
+                unified=options.unified,
                 threads=options.threads,
                 tap_callback=None if self.tap is None else self.tap.callback,
                 tap_data=None if self.tap is None else self.tap.user_data,
@@ -117,13 +123,18 @@ class Context:
             memory = _ffi.memory(handle)
             if memory is None:
                 raise InvalidInput(f"{path}: a model without a memory holds no sessions")
-            _check_made(handle, options, lines)
+            if (attention := _log.value(lines, "flash_attn")) != "enabled":
+                raise InvalidInput(
+                    f"{path.name}: llama.cpp has flash attention {attention} for this model, and without it what one"
+                    " session holds reaches others, in either layout; serve another model"
+                )
+            _check_made(handle, options)
             self.batch: Final = _ffi.Batch(handle, options.n_ctx_seq)
             made.callback(self.batch.close)
             self._made: Final = made.pop_all()
         self.handle: Final = handle
         self.memory: Final = memory
-        self.n_ctx_seq: Final = _ffi.n_ctx_seq(handle)
+        self.n_ctx_seq: Final = options.n_ctx_seq
         self.n_batch: Final = _ffi.n_batch(handle)
         self.n_vocab: Final = _ffi.n_vocab(model)
         self.n_swa: Final = _ffi.n_swa(model)
@@ -185,20 +196,36 @@ def _memory_kind(model: int, path: Path) -> Memory:
     return "sliding" if _ffi.n_swa(model) else "attention"
 
 
-def _check_made(handle: int, options: ContextOptions, lines: Sequence[str]) -> None:
+_NOT_SHARED: Final[Mapping[Memory, str]] = {
+    "sliding": "a sliding window, whose cells one session's prefill takes from another's",
+    "recurrent": "recurrent memory, one state a session: there is nothing to share",
+    "hybrid": "hybrid memory, whose recurrent half has nothing to share and keeps no prefix",
+}
+
+
+def _check_unified(memory: Memory, path: Path) -> None:
+    """Refuse memory that sessions cannot share without harm.
+
+    Raises:
+        InvalidInput: says what it is, and what would work.
+    """
+    if why := _NOT_SHARED.get(memory):
+        raise InvalidInput(f"layout='unified': {path.name} has {why}; layout='streams' serves it")
+
+
+def _check_made(handle: int, options: ContextOptions) -> None:
     """Read back what llama.cpp made of what it was asked.
 
     Raises:
         EngineFailed: it differs in anything that we count on.
     """
+    n_stream_tokens = options.n_ctx_seq * (options.n_slots if options.unified else 1)
     found = {
         "sequences": (_ffi.n_seq_max(handle), options.n_slots),
-        "tokens in a sequence": (_ffi.n_ctx_seq(handle), options.n_ctx_seq),
+        "tokens in a stream": (_ffi.n_ctx_seq(handle), n_stream_tokens),
         "tokens in a call": (_ffi.n_batch(handle), options.n_batch),
         "tokens computed at once": (_ffi.n_ubatch(handle), options.n_batch),
     }
     wrong = [f"{theirs} {what}, not {ours}" for what, (theirs, ours) in found.items() if theirs != ours]
-    if (attention := _log.value(lines, "flash_attn")) != "enabled":
-        wrong.append(f"flash attention {attention}, not enabled")
     if wrong:
         raise EngineFailed(None, f"llama.cpp made another context than it was asked for: {'; '.join(wrong)}")

@@ -4,6 +4,10 @@ Each slot is a stream of its own (``kv_unified=False``), flash attention is on, 
 context: in this layout what the neighbours hold changes no bit of a slot's output.  Each native call is one ubatch:
 members in consecutive slots with as many tokens each go together.  A group of another shape is run as several calls,
 since llama.cpp would split it anyway, in an order of its own.
+
+In the other layout, ``unified``, all slots share one stream (``kv_unified=True``), and a group of any shape is one
+ubatch.  There, what masks keep apart is apart for finite values only, so that nothing but tokens is taken, and a value
+that is not finite, which only a damaged model makes of tokens, closes the whole pool until it is overwritten.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import numpy as np
 
 from hotkv_trio._engine import EngineInfo
 from hotkv_trio._errors import EngineFailed, InvalidInput
+from hotkv_trio._isolation import prove_briefly
 from hotkv_trio._recipe import CacheRecipe
 from hotkv_trio.llama import _ffi
 from hotkv_trio.llama._architectures import ARCHITECTURES, check_range
@@ -35,11 +40,15 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from hotkv_trio._engine import Append, Rows
+    from hotkv_trio._isolation import IsolationReport
     from hotkv_trio.llama._facts import ModelFacts
     from hotkv_trio.llama._tap import TapKind
 
 KVType: TypeAlias = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 """How keys or values are stored."""
+
+Layout: TypeAlias = Literal["streams", "unified"]
+"""How slots share a context's cells: each has a stream of its own, or all take them from one."""
 
 LEARNED_POSITIONS: Final = frozenset({"bert", "gpt2", "mpt", "starcoder"})
 """Architectures that look positions up in a table: one past its end ends the process."""
@@ -71,6 +80,20 @@ class LlamaEngine:
     from later, not last    hidden states (n, n_embd)                  hidden states (rows, n_embd)
     from later to the last  hidden states (n, n_embd)                  logits (rows, n_vocab)
     ======================  =========================================  ====================================
+
+    Slots share the context in one of two layouts.  **streams**, the default: each slot has cells of its own, and
+    nothing that others do changes a bit of what a call for it alone gives.  **unified**, for ragged loads: all slots
+    take their cells from one pool, and any sessions go into one call, whatever slots they have.  It promises less:
+
+    - *What holds*: for the same calls in the same order, what the others' tokens are changes no bit.  ``open`` proves
+      it on the model and machine at hand, and refuses the layout where it does not hold.
+    - *What does not*: who else is there, and when they come and go, does change bits, by where it puts the cells.  A
+      session's replay alone is not bit-equal to it, and ``open_runtime(exact=True)`` refuses the layout.
+    - *What is refused*: sliding-window, recurrent and hybrid memory, ranges of layers, and hidden states.  A hidden
+      state that is not finite, or overflows, reaches every session in the pool; tokens bring none in.  Where a damaged
+      model makes one, all sessions fail with `EngineFailed` and go cold, and the pool serves again once all are gone.
+    - *Room*: the pool has the cells that the streams would have.  Each slot takes ``n_ctx`` of them at most, a free
+      cell serves anybody, and so none of them is ever without.
     """
 
     def __init__(
@@ -82,7 +105,7 @@ class LlamaEngine:
         n_ctx: int = 4096,
         type_k: KVType = "f16",
         type_v: KVType = "f16",
-        layout: Literal["streams"] = "streams",
+        layout: Layout = "streams",
         swa_full: bool = True,
         threads: int | None = None,
         tap: TapKind | Literal["auto"] = "auto",
@@ -97,7 +120,7 @@ class LlamaEngine:
             n_ctx: tokens that each of them holds at least; llama.cpp rounds up to a multiple of 256.
             type_k: how keys are stored.
             type_v: how values are stored.
-            layout: how slots share the context; ``streams`` is the one with isolation bit for bit.
+            layout: how slots share the context: ``streams``, or ``unified`` with its weaker promise (see above).
             swa_full: whether sliding-window layers keep the full context.  If not, they take less memory, and a
                 slot can be cut back within the window only.
             threads: CPU threads of one call; None: one for each processor that this process may use.  The bits of an
@@ -129,9 +152,10 @@ class LlamaEngine:
             type_k=type_k,
             type_v=type_v,
             swa_full=swa_full,
+            unified=layout == "unified",
             threads=threads or _processors(),
         )
-        self._layout = layout
+        self._layout: Layout = layout
         self._tap_kind: TapKind | Literal["auto"] = tap
         self._cache_dir = cache_dir
         self._context: Context | None = None
@@ -143,6 +167,7 @@ class LlamaEngine:
         self._held = [0] * n_slots
         self._unsure: set[int] = set()
         self._tainted: set[int] = set()
+        self._isolation: IsolationReport | None = None
 
     def __repr__(self) -> str:
         """Say the file, and what is open."""
@@ -150,17 +175,25 @@ class LlamaEngine:
         if info is None:
             return f"<{name} {self.path.name}, not open>"
         first, end = info.layers
-        return f"<{name} {self.path.name} {first}:{end}, {info.n_slots} slots x {info.n_ctx_seq} tokens, {info.memory}>"
+        kind = f"{info.memory}, unified" if self._options.unified else info.memory
+        return f"<{name} {self.path.name} {first}:{end}, {info.n_slots} slots x {info.n_ctx_seq} tokens, {kind}>"
 
     @property
     def tap_kind(self) -> TapKind | None:
         """How the open engine reads the hidden states that leave it; None: it returns logits, or is not open."""
         return None if self._context is None or self._context.tap is None else self._context.tap.kind
 
+    @property
+    def isolation(self) -> IsolationReport | None:
+        """What the short proof found when the engine was opened; None: not open, or a layout that needs none."""
+        return self._isolation
+
     # Opening and closing.
 
     def open(self) -> EngineInfo:
         """Load the model and make every slot, all empty.  The calling thread is the only one that may call then.
+
+        In the unified layout a short proof that it holds here follows: some 40 native calls, with 2,500 tokens.
 
         Raises:
             InvalidInput: the file is no model that can be served, or not with these arguments.
@@ -170,20 +203,31 @@ class LlamaEngine:
             raise InvalidInput("the engine is open already")
         try:
             self._info = info = self._opened()
+            self._gate = Gate(
+                Limits(
+                    n_slots=info.n_slots,
+                    n_ctx_seq=info.n_ctx_seq,
+                    max_batch_tokens=info.max_batch_tokens,
+                    max_outputs=info.max_outputs,
+                    n_vocab=info.n_vocab,
+                    n_embd=info.n_embd,
+                )
+            )
+            if self._options.unified:
+                self._isolation = self._proven(info)
         except BaseException:
             self.close()
             raise
-        self._gate = Gate(
-            Limits(
-                n_slots=info.n_slots,
-                n_ctx_seq=info.n_ctx_seq,
-                max_batch_tokens=info.max_batch_tokens,
-                max_outputs=info.max_outputs,
-                n_vocab=info.n_vocab,
-                n_embd=info.n_embd,
-            )
-        )
         return info
+
+    def _proven(self, info: EngineInfo) -> IsolationReport:
+        report = prove_briefly(self, info)
+        if not report.isolated:
+            broken = "; ".join(words for _, held, words in report.sentences() if held is False)
+            raise InvalidInput(f"layout='unified' does not hold here: {broken}; layout='streams' may")
+        for slot in range(info.n_slots):
+            self.clear(slot)
+        return report
 
     def _opened(self) -> EngineInfo:
         facts = read_model_facts(self.path)
@@ -191,6 +235,11 @@ class LlamaEngine:
         first, end = layers = facts.check_layers(self._layers)
         whole = layers == (0, facts.n_layer)
         options = self._options
+        if options.unified and not whole:
+            raise InvalidInput(
+                f"layout='unified' with layers {first}:{end}: a shard's hidden states come from elsewhere, and one that"
+                " is not finite would reach every session; layout='streams' serves shards"
+            )
         kv_bytes, state_bytes = options.slot_bytes(facts, layers), facts.state_bytes(layers)
         check_memory(options.n_slots * (kv_bytes + state_bytes))
         file, boundary = self.path, None
@@ -207,6 +256,7 @@ class LlamaEngine:
         if facts.architecture in LEARNED_POSITIONS:
             n_ctx_seq = min(n_ctx_seq, facts.n_ctx_train)
         takes_hidden = not whole or (facts.architecture in ARCHITECTURES and context.takes_hidden)
+        takes_hidden = takes_hidden and not options.unified
         return EngineInfo(
             n_slots=options.n_slots,
             n_ctx_seq=n_ctx_seq,
@@ -247,7 +297,7 @@ class LlamaEngine:
     def close(self) -> None:
         """Give everything back.  Closing twice, or what was never opened, does nothing."""
         context, self._context = self._context, None
-        self._table = self._info = self._gate = None
+        self._table = self._info = self._gate = self._isolation = None
         self._held = [0] * self._options.n_slots
         self._unsure.clear()
         self._tainted.clear()
@@ -269,7 +319,7 @@ class LlamaEngine:
         """Append each member's data to its slot.
 
         One native call, if the members' slots follow each other (3, 4, 5) and all append as many tokens.  Any other
-        group takes one for each run of members that do.
+        group takes one for each run of members that do; in the unified layout, one all the same.
 
         Returns:
             For each member its rows, float32 (n_rows, n_output): views of arrays that nobody writes to again.
@@ -279,12 +329,16 @@ class LlamaEngine:
             EngineFailed: llama.cpp refused or failed, or an output that was computed is not finite.  Slots of members
                 may hold none, some or all of what was to be appended: each can be cut back or must be cleared, and
                 takes nothing before, unless ``length`` shows that it is as it was.  All other slots are untouched.
-                A slot whose output was not finite cannot be cut back; it is scrubbed when it is cleared.
+                A slot whose output was not finite cannot be cut back; it is scrubbed when it is cleared.  In the
+                unified layout that goes for all slots, members or not.
         """
         context, gate = self._open_context()
+        if self._options.unified and self._tainted:
+            gate.check_thread()
+            raise EngineFailed(None, "the pool holds values that are not finite, until every slot has been cleared")
         gate.check_group(group, self._held, self._unsure)
         rows: list[Rows] = []
-        for run in _runs(group):
+        for run in (group,) if self._options.unified else _runs(group):
             rows += self._call(context, run)
         return rows
 
@@ -352,8 +406,9 @@ class LlamaEngine:
                 for member, n, end in zip(run, counts, ends, strict=True)
                 if not np.isfinite(computed[end - n : end]).all()
             ]
-            self._tainted.update(bad)
-            self._unsure.update(bad)
+            reached = range(self._options.n_slots) if self._options.unified else bad
+            self._tainted.update(reached)
+            self._unsure.update(reached)
             raise EngineFailed(None, f"the output of slots {bad} is not finite")
         return [computed[end - member.n_rows : end] for member, end in zip(run, ends, strict=True)]
 
@@ -405,7 +460,8 @@ class LlamaEngine:
         """Empty the slot, so that its next tenant finds it as new.
 
         A slot whose output was not finite holds cells that would reach its next tenant, through masks; they are
-        overwritten.  While every other slot is tainted or in use by recurrent memory, that cannot be done.
+        overwritten.  While every other slot is tainted or in use by recurrent memory, or in the unified layout any is
+        in use, that cannot be done.
 
         Raises:
             EngineFailed: the slot is not clean, and takes nothing.  Clearing it again may succeed.
@@ -433,6 +489,7 @@ class LlamaEngine:
         if all(self._held[other] == 0 and _ffi.position_max(context.memory, other) == -1 for other in others):
             _ffi.wipe(context.memory)
             self._tainted.clear()
+            self._unsure.clear()
             return
         clean = [other for other in others if other not in self._tainted and other not in self._unsure]
         if context.memory_kind in {"recurrent", "hybrid"} or not clean:

@@ -216,13 +216,15 @@ def new_context(
     type_k: str,
     type_v: str,
     swa_full: bool,
+    unified: bool,
     threads: int,
     tap_callback: Any = None,
     tap_data: int | None = None,
 ) -> int | None:
-    """Make a context of ``n_slots`` streams; None when llama.cpp cannot.
+    """Make a context of ``n_slots`` streams, or of one that they share; None when llama.cpp cannot.
 
-    ``n_ctx_seq`` is a multiple of `CELL_PAD`, and ``n_batch`` at least ``n_slots`` (else llama.cpp aborts).
+    Cells for ``n_slots`` times ``n_ctx_seq`` tokens are made either way.  ``n_ctx_seq`` is a multiple of `CELL_PAD`,
+    and ``n_batch`` at least ``n_slots`` (else llama.cpp aborts).
     """
     params = lib.llama_context_default_params()
     params.n_ctx = n_slots * n_ctx_seq
@@ -231,7 +233,7 @@ def new_context(
     params.n_threads = params.n_threads_batch = threads
     params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
     params.type_k, params.type_v = KV_TYPES[type_k], KV_TYPES[type_v]
-    params.kv_unified = False
+    params.kv_unified = unified
     params.swa_full = swa_full
     params.offload_kqv = params.op_offload = False
     params.embeddings = False

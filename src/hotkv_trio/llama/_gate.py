@@ -52,6 +52,9 @@ if TYPE_CHECKING:
 HIDDEN_LIMIT: Final = 1e15
 """Largest magnitude in a hidden state.  Real ones stay below 1e7; the squares of these still add up in float32."""
 
+LAYOUTS: Final = ("streams", "unified")
+TAPS: Final = ("auto", "native", "python")
+
 MAX_THREADS: Final = 512
 """Threads that ggml can use: ``GGML_MAX_N_THREADS``."""
 
@@ -89,11 +92,11 @@ def check_options(
     for name, kind in (("type_k", type_k), ("type_v", type_v)):
         if kind not in tuple(kv_types):
             raise InvalidInput(f"{name}={kind!r}: KV is stored as {', '.join(kv_types)}")
-    if layout != "streams":
-        raise InvalidInput(f"layout={layout!r}: only 'streams' keeps sessions apart bit for bit, and only it is served")
+    if layout not in LAYOUTS:
+        raise InvalidInput(f"layout={layout!r}: 'streams', or 'unified' with its weaker promise")
     if threads is not None and (not _is_count(threads) or not 1 <= threads <= MAX_THREADS):
         raise InvalidInput(f"threads={threads!r}: 1 to {MAX_THREADS}, or None for one a processor")
-    if tap not in {"auto", "native", "python"}:
+    if tap not in TAPS:
         raise InvalidInput(f"tap={tap!r}: 'auto', 'native' or 'python'")
 
 

@@ -179,7 +179,12 @@ class EngineContract:
             after = bench.append(1, 1, seed=5)
             bench.engine.clear(0)
             bench.append(0, 4)
-            assert np.array_equal(after, bench.append(0, 1, seed=5))
+            again = bench.append(0, 1, seed=5)
+            if bench.info.recipe.layout == "unified":
+                # Where slots share cells, those that one gives up are the other's next, and sums go in another order.
+                assert np.allclose(after, again, rtol=1e-2, atol=1e-2)
+            else:
+                assert np.array_equal(after, again)
 
     def test_a_slot_takes_all_the_tokens_that_it_says(self) -> None:
         with self.opened() as bench:
