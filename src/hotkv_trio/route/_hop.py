@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final, runtime_checkable
 
 import attrs
 import trio
@@ -30,10 +30,6 @@ class ShardAddress:
     dtype: HiddenDtype = "float32"
     ssl_context: ssl.SSLContext | None = None
     insecure: bool = False
-
-
-Shard: TypeAlias = Runtime | ShardClient | ShardAddress | str
-"""What a route is made of; text is an address."""
 
 
 class HopSession(Protocol):
@@ -64,6 +60,19 @@ class Hop(Protocol):
         ...
 
 
+@runtime_checkable
+class HopSource(Protocol):
+    """Whoever knows how to reach a shard, such as one that moves."""
+
+    def open_hop(self, nursery: trio.Nursery) -> Hop:
+        """Return a hop, whose tasks live in the route's nursery."""
+        ...
+
+
+Shard: TypeAlias = Runtime | ShardClient | ShardAddress | HopSource | str
+"""What a route is made of; text is an address."""
+
+
 def hop_of(shard: Shard, nursery: trio.Nursery) -> Hop:
     """Return the hop for a shard.
 
@@ -78,7 +87,11 @@ def hop_of(shard: Shard, nursery: trio.Nursery) -> Hop:
         shard = ShardAddress(where=shard)
     if isinstance(shard, ShardAddress):
         return _DialledHop(shard, nursery)
-    raise InvalidInput(f"a shard is a Runtime, a ShardClient, a ShardAddress or an address, not {shard!r:.200}")
+    if isinstance(shard, HopSource):
+        return shard.open_hop(nursery)
+    raise InvalidInput(
+        f"a shard is a Runtime, a ShardClient, a ShardAddress, a HopSource or an address, not {shard!r:.200}"
+    )
 
 
 @final
