@@ -68,12 +68,12 @@ $(LLAMA_READY): $(TOOLS_READY)
 # Not editable: what is tested is what is installed.  (pytest also warns of the module that makes an install editable.)
 $(PROJECT_READY): $(LLAMA_READY) pyproject.toml native/CMakeLists.txt $(wildcard native/src/* native/include/*) $(SOURCES)
 	@echo "==> installing hotkv-trio"
-	@$(PIP_INSTALL) --no-build-isolation '.[bench,cli,test]'
+	@$(PIP_INSTALL) --no-build-isolation '.[bench,cli,metrics,test]'
 	@touch $@
 
 $(DOCS_READY): $(PROJECT_READY)
 	@echo "==> installing what builds the documentation"
-	@$(PIP_INSTALL) --no-build-isolation '.[cli,docs]'
+	@$(PIP_INSTALL) --no-build-isolation '.[cli,docs,metrics]'
 	@touch $@
 
 $(TYPES_READY): $(PROJECT_READY)

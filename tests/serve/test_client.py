@@ -325,6 +325,7 @@ def by_hand(**changes: Any) -> tuple[Any, ByHand]:
         facts=m.Facts(**{name: getattr(info, name) for name in m.Facts.__struct_fields__}),
         max_requests=2,
         max_queued_bytes=5000,
+        silence_timeout=60.0,
         **{"max_frame": 5000, "recipe_digest": info.recipe.digest(), **changes},
     )
     ours, theirs = trio.testing.memory_stream_pair()

@@ -45,6 +45,7 @@ def welcome(**changes: Any) -> m.Welcome:
         facts=m.Facts(**{name: getattr(info, name) for name in m.Facts.__struct_fields__}),
         max_requests=8,
         max_queued_bytes=MAX_FRAME,
+        silence_timeout=60.0,
         **{"max_frame": MAX_FRAME, **changes},
     )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import trio
 from hotkv_trio import open_runtime
 from hotkv_trio.llama import LlamaEngine
 from hotkv_trio.route import open_route
+from hotkv_trio.serve import open_shard_client
 from hotkv_trio.testing import build_tiny_gguf
 
 if TYPE_CHECKING:
@@ -119,6 +122,42 @@ async def test_the_commands(model: Path) -> None:
         gone = await call("top", "--connect", sockets[0], "--looks", "1")
         assert gone.returncode == 2
         assert b"cannot connect" in gone.stderr
+
+
+async def test_figures_and_logs_of_the_command(model: Path) -> None:
+    where = f"unix:{model.parent / 'metrics.sock'}"
+    process = await trio.lowlevel.open_process(
+        [
+            *COMMAND,
+            "serve",
+            str(model),
+            *("--listen", "127.0.0.1:0", "--context", "256", "--threads", "1", "--log", "json", "--metrics", where),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        with trio.fail_after(60):
+            address = (await process.stdout.receive_some()).decode().split()[-1]
+            async with open_shard_client(address) as client:
+                await client.ping()
+                async with await trio.open_unix_socket(where.removeprefix("unix:")) as stream:
+                    await stream.send_all(b"GET /metrics HTTP/1.0\r\n\r\n")
+                    said = b"".join([bytes(piece) async for piece in stream])
+            assert b"hotkv_ready 1.0\nhotkv" in re.sub(rb"#.*\n", b"", said)
+            assert b"hotkv_connections 1.0\n" in said
+            process.send_signal(signal.SIGTERM)
+            logged = b"".join([bytes(piece) async for piece in process.stderr])
+            assert await process.wait() == 0
+        messages = [json.loads(line)["message"] for line in logged.splitlines()]
+        assert messages == ["figures are served", "a client connected", "a connection ended"]
+    finally:
+        process.kill()
+        await process.stdout.aclose()  # noqa: ASYNC102
+        await process.stderr.aclose()  # noqa: ASYNC102
 
 
 async def test_serve_refuses_what_is_not_safe(model: Path) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import signal
 import ssl
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path  # ruff: ignore[typing-only-standard-library-import]
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import trio
 from cyclopts import Parameter
@@ -16,10 +17,16 @@ from rich.console import Console
 from hotkv_trio._cli._advice import A_WHOLE_MODEL, advising
 from hotkv_trio._cli._arguments import ModelFile, OptionalLayerRange, TypeK, TypeV, parse_layers
 from hotkv_trio._cli._output import plain
+from hotkv_trio._errors import InvalidInput
+from hotkv_trio._nursery import open_body_nursery
 from hotkv_trio._runtime import open_runtime
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable
+
+    from hotkv_trio._runtime import Runtime
     from hotkv_trio.llama import KVType, LlamaEngine
+    from hotkv_trio.serve import ShardServer
 
 _SAFE = "127.0.0.1:PORT or unix:PATH; beyond this machine: --token-file and --certificate"
 
@@ -50,6 +57,11 @@ async def serve(
     ] = None,
     insecure: Annotated[bool, Parameter(negative=(), help="Allow plain TCP beyond this machine.")] = False,
     grace: Annotated[float, Parameter(help="Seconds that requests may take to end on SIGTERM.")] = 30.0,
+    metrics: Annotated[
+        str | None,
+        Parameter(help="Address for /metrics, /healthz and /readyz over HTTP; whoever reaches it may read figures."),
+    ] = None,
+    log: Annotated[Literal["text", "json"], Parameter(help="Lines of the log on stderr.")] = "text",
 ) -> None:
     """Serve sessions until SIGTERM or SIGINT, which let what has begun end first.
 
@@ -58,19 +70,18 @@ async def serve(
     """
     from hotkv_trio.serve import ShardServer, read_tokens
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("hotkv_trio.llama").setLevel(logging.WARNING)
+    _log(log)
     tokens = read_tokens(token_file)
     context_of_tls = _tls(certificate, client_authority)
     engine = _engine(file, layers, sessions, context, (cast("KVType", type_k), cast("KVType", type_v)), threads)
-    with (
-        trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals,
-        advising("fewer --sessions or a smaller --context, which take less memory, or another model"),
-    ):
-        async with open_runtime(
-            engine, kv_budget=budget, idle_ttl=idle_ttl, prefill_chunk=prefill_chunk, exact=exact
-        ) as runtime:
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        # Before the model is loaded, which may take long: who asks is told that it is alive, and not ready.
+        async with (
+            _metrics(metrics) as tell,
+            _opened(engine, kv_budget=budget, idle_ttl=idle_ttl, prefill_chunk=prefill_chunk, exact=exact) as runtime,
+        ):
             server = ShardServer(runtime, tokens=tokens)
+            tell(server)
             async with trio.open_nursery() as nursery:
                 with advising(_SAFE):
                     places = await nursery.start(
@@ -82,6 +93,44 @@ async def serve(
                 async for _ in signals:
                     break
                 await server.drain(grace)
+
+
+@asynccontextmanager
+async def _opened(engine: LlamaEngine, **options: Any) -> AsyncGenerator[Runtime]:
+    with advising("fewer --sessions or a smaller --context, which take less memory, or another model"):
+        async with open_runtime(engine, **options) as runtime:
+            yield runtime
+
+
+@asynccontextmanager
+async def _metrics(where: str | None) -> AsyncGenerator[Callable[[ShardServer], None]]:
+    """Answer over HTTP while the block runs; what it gives is to be told the server once there is one."""
+    if where is None:
+        yield lambda _: None
+        return
+    try:
+        from hotkv_trio.serve.metrics import MetricsServer
+    except ModuleNotFoundError as exc:
+        raise InvalidInput(f"--metrics needs {exc.name}: run: pip install 'hotkv-trio[metrics]'") from None
+    answering = MetricsServer()
+
+    def tell(server: ShardServer) -> None:
+        answering.collector.shard = server
+
+    async with open_body_nursery(trio.CancelScope()) as nursery:
+        with advising("another --metrics HOST:PORT, that nobody listens on"):
+            place = await nursery.start(answering.serve, where)
+        logging.getLogger("hotkv_trio").info("figures are served", extra={"where": place})
+        yield tell
+
+
+def _log(form: Literal["text", "json"]) -> None:
+    from hotkv_trio.serve import JSONFormatter, TextFormatter
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(JSONFormatter() if form == "json" else TextFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.getLogger("hotkv_trio.llama").setLevel(logging.WARNING)
 
 
 def _engine(

@@ -161,7 +161,7 @@ def tune(stream: trio.abc.Stream) -> None:
 
 def _keep_alive(stream: trio.SocketStream) -> None:
     stream.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+    for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 30_000)):
         if (option := getattr(trio.socket, name, None)) is not None:
             stream.setsockopt(trio.socket.IPPROTO_TCP, option, value)
 

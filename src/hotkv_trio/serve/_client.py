@@ -3,6 +3,8 @@
 - The *writer* alone gives ids and writes, so a call that is cancelled never leaves half a frame behind.
 - The *reader* alone reads, and hands each reply to the call that waits for it.
 - A call waits while the server's limits are reached: more is not sent than the server takes.
+- The *watch* pings, so that the server knows that this end is there, and gives the connection up when nothing comes
+  back: a server that has vanished without a word is found out by that.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from hotkv_trio._recipe import CacheRecipe
 from hotkv_trio._session import StepResult
 from hotkv_trio.serve import _messages as m
 from hotkv_trio.serve._addresses import connect, parse_address
-from hotkv_trio.serve._codec import CLOSED, NEED_DATA, ClientEnd, Frame
+from hotkv_trio.serve._channels import waiting
+from hotkv_trio.serve._codec import CLOSED, NEED_DATA, ClientEnd, Frame, joined
 from hotkv_trio.serve._errors import ConnectionLost, LimitExceeded, ProtocolError, ShardDraining
 from hotkv_trio.serve._refusals import error_of
 from hotkv_trio.serve._tensors import Array, HiddenDtype, to_wire
@@ -39,6 +42,10 @@ logger = logging.getLogger("hotkv_trio")
 ReplyT = TypeVar("ReplyT", bound=m.Reply)
 
 _RECEIVE = 262_144
+_PIECE = 262_144
+"""Bytes sent between two notes that the connection lives."""
+_PINGS = 4
+"""Pings in the time after which the server takes a silent client for gone."""
 _FRAME_OVERHEAD = 1024
 """Bytes of a request's header, at most, for reckoning against the server's limits."""
 
@@ -85,6 +92,7 @@ class ShardClient:
         self._lost: ConnectionLost | None = None
         self._ended = trio.Event()
         self._last_words: str | None = None
+        self._alive = True
         self._nursery: trio.Nursery
 
     def __repr__(self) -> str:
@@ -257,13 +265,17 @@ class ShardClient:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._write)
+                nursery.start_soon(self._watch)
                 try:
                     what = await self._read()
                 finally:
                     nursery.cancel_scope.cancel(reason="the connection was lost")
         except* (trio.BrokenResourceError, trio.ClosedResourceError) as group:
-            what = "the connection broke"
-            logger.info("a connection to a shard broke: %r", group.exceptions)
+            error: BaseException = group
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            what = f"the connection broke: {error.__cause__ or error}"
+            logger.info("a connection to a shard broke", extra={"reason": what})
         except* ProtocolError as group:
             what = str(group.exceptions[0])
         finally:
@@ -284,19 +296,42 @@ class ShardClient:
 
     async def _write(self) -> None:
         async for call in self._to_write:
-            if call.id is not None:
-                # It comes a second time: it was cancelled.
-                if call.id not in self._calls:
-                    continue
-                data = self._end.send(m.Cancel(id=call.id))
-            elif call.abandoned:
-                self._left(call)
-                continue
-            else:
-                call.id = self._end.next_id
-                self._calls[call.id] = call
-                data = self._end.send(call.make(call.id), call.tensor)
-            await self._stream.send_all(data)
+            # What is asked for at the same time goes out in one piece, and so can become one native call.
+            frames = [self._frame(each) for each in (call, *waiting(self._to_write))]
+            for data in joined([frame for frame in frames if frame]):
+                view = memoryview(data)
+                for begin in range(0, len(view), _PIECE):
+                    await self._stream.send_all(view[begin : begin + _PIECE])
+                    # That a long request moves is a sign of life; a short one may lie in a buffer of the system's.
+                    self._alive = self._alive or begin > 0
+
+    def _frame(self, call: _Call) -> bytes:
+        """Return what to send for a call; nothing if it needs nothing any more."""
+        if call.id is not None:
+            # It comes a second time: it was cancelled.
+            return self._end.send(m.Cancel(id=call.id)) if call.id in self._calls else b""
+        if call.abandoned:
+            self._left(call)
+            return b""
+        call.id = self._end.next_id
+        self._calls[call.id] = call
+        return self._end.send(call.make(call.id), call.tensor)
+
+    async def _watch(self) -> None:
+        # It counts pings, not seconds: a process that was stopped for a while has not lost its peers by that.
+        missed = 0
+        while True:
+            await trio.sleep(self._welcome.silence_timeout / _PINGS)
+            missed = 0 if self._alive else missed + 1
+            self._alive = False
+            if missed >= _PINGS:
+                raise trio.BrokenResourceError("nothing came from the server for too long")
+            call = _Call(lambda request: m.Ping(id=request))
+            # Not to wait for room, which may be long in coming; a writer that is busy shows life by itself.
+            with suppress(trio.WouldBlock):
+                self._outgoing.send_nowait(call)
+                self._outstanding += 1
+                self._outstanding_bytes += call.nbytes
 
     async def _read(self) -> str:
         """Hand out replies; return why there will be no more."""
@@ -304,6 +339,7 @@ class ShardClient:
             event = self._end.next_event()
             if event is NEED_DATA:
                 self._end.receive_data(await self._stream.receive_some(_RECEIVE))
+                self._alive = True
             elif event is CLOSED:
                 return self._last_words or "the server closed the connection"  # noqa: ASYNC910
             elif isinstance(event.message, m.Goodbye):

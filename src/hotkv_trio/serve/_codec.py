@@ -25,12 +25,16 @@ from hotkv_trio.serve._limits import MAX_HELLO, MAX_REQUEST_HEADER
 from hotkv_trio.serve._tensors import Array, Tensor, from_wire
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hotkv_trio._recipe import CacheRecipe
     from hotkv_trio.serve._tensors import HiddenDtype
 
 PREFIX = struct.Struct(">II")
 """Bytes of the header, bytes of the tensor."""
 MAX_FRAME = 2**32 - 1
+_TOGETHER = 65_536
+"""Bytes up to which a copy costs less than another call of the system."""
 
 
 @final
@@ -85,6 +89,11 @@ def encode_frame(message: m.Message, tensor: bytes = b"") -> bytes:
     """Return the bytes of one frame; ``message.tensor`` describes ``tensor`` if there is one."""
     header = _ENCODER.encode(message)
     return b"".join((PREFIX.pack(len(header), len(tensor)), header, tensor))
+
+
+def joined(frames: Sequence[bytes]) -> Sequence[bytes]:
+    """Return what to send for frames that go out together: small ones as one, so that they arrive together."""
+    return [b"".join(frames)] if len(frames) > 1 and sum(map(len, frames)) <= _TOGETHER else frames
 
 
 class _End(Generic[MessageT]):

@@ -22,8 +22,10 @@ import trio
 from hotkv_trio._errors import EngineFailed, HotKVError, InvalidInput, RecipeMismatch
 from hotkv_trio._keys import SessionKey
 from hotkv_trio.serve import _messages as m
-from hotkv_trio.serve._codec import CLOSED, NEED_DATA, Frame, ServerEnd
+from hotkv_trio.serve._channels import waiting
+from hotkv_trio.serve._codec import CLOSED, NEED_DATA, Frame, ServerEnd, joined
 from hotkv_trio.serve._errors import LimitExceeded, ProtocolError, ShardDraining, Unauthorised
+from hotkv_trio.serve._logs import Log
 from hotkv_trio.serve._refusals import refusal_of
 from hotkv_trio.serve._tensors import Array, HiddenDtype, to_wire
 
@@ -40,6 +42,8 @@ _PIECE = 262_144
 """Bytes sent between two looks at the clock."""
 _LINGER = 1.0
 """Seconds that a refused peer gets to read why."""
+_SHOWN = 8
+"""Characters of a principal in the log: enough to tell one from another."""
 
 
 @attrs.frozen(eq=False)
@@ -78,7 +82,8 @@ class Answer:
 class Connection:
     """Serves one stream; made by `ShardServer.serve_stream`."""
 
-    def __init__(self, server: ShardServer, stream: trio.abc.Stream, principal: str | None) -> None:
+    def __init__(self, server: ShardServer, stream: trio.abc.Stream, principal: str | None, number: int) -> None:
+        self._log = Log(logger, {"connection": number})
         self._server = server
         self._runtime = server.runtime
         self._limits = server.limits
@@ -103,22 +108,31 @@ class Connection:
         """Serve until the connection ends; whatever the peer does, it is no error of the server's."""
         try:
             await self._serve()
-        except* (trio.BrokenResourceError, trio.ClosedResourceError):
+        except* (trio.BrokenResourceError, trio.ClosedResourceError) as group:
             self._server.dropped += 1
-            logger.info("a connection broke")
+            self._log.info("a connection broke", extra={"reason": str(_first(group)) or "reset by the peer"})
         except* ProtocolError as group:
             self._server.dropped += 1
-            error = group.exceptions[0]
-            logger.warning("a peer was disconnected: %s", error)
+            error = _first(group)
             if isinstance(error, ProtocolError):
+                # Behind a colon may stand what the peer sent, which is not for the log.
+                self._log.warning("a peer was disconnected", extra={"reason": error.what.partition(":")[0]})
                 await self._refuse(error)
-        except* Exception:
+        except* Exception:  # noqa: BLE001 - it is logged
             self._server.dropped += 1
-            logger.exception("a connection failed; the server goes on")
+            self._log.exception("a connection failed; the server goes on")
 
     async def _serve(self) -> None:
         if not await self._greet():
             return
+        begun = trio.current_time()
+        self._log.info("a client connected", extra={"principal": self._principal[:_SHOWN], "dtype": self._dtype})
+        try:
+            await self._converse()
+        finally:
+            self._log.info("a connection ended", extra={"seconds": round(trio.current_time() - begun, 3)})
+
+    async def _converse(self) -> None:
         self._answers, answers = trio.open_memory_channel[Answer](0)
         async with trio.open_nursery() as self._nursery:
             self._nursery.start_soon(self._write, answers)
@@ -139,13 +153,13 @@ class Connection:
             except HotKVError as exc:
                 self._server.refusals += 1
                 self._server.dropped += 1
-                logger.warning("a client was refused: %s", exc.code)
+                self._log.warning("a client was refused", extra={"code": exc.code})
                 await self._refuse(exc)
                 return False
             await self._stream.send_all(self._end.send(welcome))
             return True
         self._server.dropped += 1
-        logger.warning("a peer said no hello within %g s", self._limits.hello_timeout)
+        self._log.warning("a peer said no hello in time", extra={"seconds": self._limits.hello_timeout})
         return False
 
     def _judge(self, hello: m.ClientMessage) -> m.Welcome:
@@ -173,6 +187,7 @@ class Connection:
             max_frame=self._limits.max_frame,
             max_requests=self._limits.max_requests,
             max_queued_bytes=self._limits.max_queued_bytes,
+            silence_timeout=self._limits.silence_timeout,
         )
 
     async def _receive(self) -> Frame[m.ClientMessage] | None:
@@ -185,7 +200,10 @@ class Connection:
             if event is not NEED_DATA:
                 await trio.lowlevel.checkpoint()
                 return event
-            self._end.receive_data(await self._stream.receive_some(_RECEIVE))
+            with trio.move_on_after(self._limits.silence_timeout) as silence:
+                self._end.receive_data(await self._stream.receive_some(_RECEIVE))
+            if silence.cancelled_caught:
+                raise trio.BrokenResourceError("nothing came from the peer for too long")
 
     async def _read(self) -> None:
         while (frame := await self._receive()) is not None:
@@ -247,9 +265,9 @@ class Connection:
         except trio.WouldBlock:
             self._server.refusals += 1
             await self._answers.send(Answer(m.WouldBlockReply(id=job.request.id), job=job))
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001 - it is logged
             # A defect of ours: the client is told, its other sessions go on.
-            logger.exception("a request failed")
+            self._log.exception("a request failed")
             await self._refuse_request(job, EngineFailed(None, f"the server failed: {type(exc).__name__}"), key)
         else:
             await self._answers.send(answer or Answer(m.CancelledReply(id=job.request.id), job=job))
@@ -343,18 +361,26 @@ class Connection:
 
     async def _refuse_request(self, job: Job, error: HotKVError, key: SessionKey | None = None) -> None:
         self._server.refusals += 1
+        self._log.debug("a request was refused", extra={"code": error.code})
         await self._answers.send(Answer(refusal_of(error, job.request.id, key), job=job))
 
     async def _write(self, answers: trio.MemoryReceiveChannel[Answer]) -> None:
         async for answer in answers:
-            await self._send(self._end.send(answer.message, answer.tensor))
-            if (job := answer.job) is not None and self._jobs.pop(job.request.id, None) is job:
-                self._queued_bytes -= job.frame.nbytes
-                if not self._jobs:
-                    self._idle.set()
-            if isinstance(answer.message, m.Goodbye):
-                self._said_goodbye = True
-                self._nursery.cancel_scope.cancel(reason="the server said goodbye")
+            # Sessions of one native call are answered in one piece: the peer's next requests then come together too.
+            batch = [answer, *waiting(answers)]
+            for data in joined([self._end.send(each.message, each.tensor) for each in batch]):
+                await self._send(data)
+            for each in batch:
+                self._answered(each)
+
+    def _answered(self, answer: Answer) -> None:
+        if (job := answer.job) is not None and self._jobs.pop(job.request.id, None) is job:
+            self._queued_bytes -= job.frame.nbytes
+            if not self._jobs:
+                self._idle.set()
+        if isinstance(answer.message, m.Goodbye):
+            self._said_goodbye = True
+            self._nursery.cancel_scope.cancel(reason="the server said goodbye")
 
     async def _send(self, data: bytes) -> None:  # noqa: ASYNC910
         self._within_frame = True
@@ -391,6 +417,13 @@ class Connection:
                         pass
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 await trio.lowlevel.checkpoint()
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def _single(data: Array | None) -> Any:

@@ -39,6 +39,8 @@ class Limits:
     """Connections of one server; one more is closed at once."""
     hello_timeout: float = attrs.field(default=10.0, validator=_check_positive)
     """Seconds from the accept until a valid hello, TLS included."""
+    silence_timeout: float = attrs.field(default=60.0, validator=_check_positive)
+    """Seconds without a byte from a peer after which it counts as gone; clients ping several times in that time."""
     write_timeout: float = attrs.field(default=30.0, validator=_check_positive)
     """Seconds without progress after which a peer that does not read is disconnected."""
 

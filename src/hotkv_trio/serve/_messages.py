@@ -143,6 +143,8 @@ class Welcome(Message, tag="welcome", frozen=True, kw_only=True):
     """Bytes of a frame that the server takes."""
     max_requests: Count
     max_queued_bytes: Count
+    silence_timeout: Annotated[float, msgspec.Meta(gt=0)]
+    """Seconds after which the server takes a client of whom nothing came for gone."""
 
 
 class Goodbye(Message, tag="goodbye", frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from functools import partial
 from typing import TYPE_CHECKING, final
 from weakref import WeakKeyDictionary
 
@@ -19,7 +20,7 @@ from hotkv_trio.serve._tensors import HIDDEN_DTYPES, HiddenDtype
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from hotkv_trio._runtime import Runtime
     from hotkv_trio._session import Session
@@ -78,8 +79,10 @@ class ShardServer:
         self.requests: int = 0
         self.refusals: int = 0
         self.dropped: int = 0
+        self._numbers = 0
         self._connections: dict[Connection, trio.CancelScope] = {}
         self._accepting: set[trio.CancelScope] = set()
+        self._listening: set[trio.CancelScope] = set()
         self._draining = trio.Event()
         self._quiet = trio.Event()
         self._quiet.set()
@@ -87,6 +90,11 @@ class ShardServer:
     def __repr__(self) -> str:
         state = "draining" if self._draining.is_set() else "serving" if self._accepting else "idle"
         return f"<hotkv_trio.serve.ShardServer at {id(self):#x}, {state}, {len(self._connections)} connections>"
+
+    @property
+    def ready(self) -> bool:
+        """Whether it takes new clients: once it listens, and until it drains or its runtime ends."""
+        return bool(self._listening) and not self._draining.is_set() and self.runtime._closed is None
 
     @property
     def draining(self) -> trio.Event:
@@ -152,10 +160,13 @@ class ShardServer:
                         self.serve_stream,
                         listeners,
                         handler_nursery=nursery,
-                        task_status=_Names(task_status, list(map(name_of, listeners))),
+                        task_status=_Started(
+                            task_status, list(map(name_of, listeners)), partial(self._listening.add, accepting)
+                        ),
                     )
                 finally:
                     self._accepting.discard(accepting)
+                    self._listening.discard(accepting)
 
     async def serve_stream(self, stream: trio.abc.Stream, *, principal: str | None = None) -> None:
         """Serve one connection until it ends, and close it.
@@ -169,9 +180,11 @@ class ShardServer:
         """
         if self._draining.is_set() or len(self._connections) >= self.limits.max_connections:
             self.dropped += 1
+            logger.warning("a connection was not taken", extra={"connections": len(self._connections)})
             await trio.aclose_forcefully(stream)
             return
-        connection = Connection(self, stream, principal)
+        self._numbers += 1
+        connection = Connection(self, stream, principal, self._numbers)
         tune(stream)
         with trio.CancelScope() as scope:
             self._connections[connection] = scope
@@ -201,12 +214,14 @@ class ShardServer:
 
 
 @final
-class _Names(trio.TaskStatus[list[trio.abc.Listener[trio.abc.Stream]]]):
-    """Says the listeners' names where trio says the listeners."""
+class _Started(trio.TaskStatus[list[trio.abc.Listener[trio.abc.Stream]]]):
+    """Says the listeners' names where trio says the listeners, and notes that they are served."""
 
-    def __init__(self, status: trio.TaskStatus[list[str]], names: list[str]) -> None:
+    def __init__(self, status: trio.TaskStatus[list[str]], names: list[str], note: Callable[[], None]) -> None:
         self._status = status
         self._names = names
+        self._note = note
 
     def started(self, value: object = None) -> None:  # noqa: ARG002 - trio says it
+        self._note()
         self._status.started(self._names)
