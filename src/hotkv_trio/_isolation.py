@@ -109,10 +109,14 @@ class IsolationReport:
     """Tokens that a session held at the most."""
 
     @property
+    def promised(self) -> tuple[str, ...]:
+        """The findings that the layout promises, by name."""
+        return _PROMISED_UNIFIED if self.layout == "unified" else _PROMISED
+
+    @property
     def isolated(self) -> bool:
         """Whether all that the layout promises holds, as far as it could be tried."""
-        promised = _PROMISED_UNIFIED if self.layout == "unified" else _PROMISED
-        return all(getattr(self, name) is not False for name in promised)
+        return all(getattr(self, name) is not False for name in self.promised)
 
     @property
     def batch_invariant(self) -> bool:

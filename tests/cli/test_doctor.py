@@ -81,10 +81,25 @@ def test_opens_a_model(shell: Shell, tmp_path: Path) -> None:
     assert called.fact("architecture") == "gemma3"
     assert called.fact("memory") == "sliding"
     assert called.fact("a session's KV").startswith("1,048,576 B (1.0 MiB) for 1,024 tokens")
-    assert called.fact("sessions isolated") == "on 4 slots, with 517 tokens in a session, f16 KV: yes"
+    assert called.fact("layout streams").startswith("the default")
+    assert called.fact("isolated") == "yes, on 4 slots, with 517 tokens in a session, f16 KV"
     assert called.fact("own calls").endswith("exact mode is exact")
     assert called.fact("poison").startswith("values that are not finite, or huge, harm neither")
-    assert "proving isolation" in called.err
+    assert called.fact("layout unified").startswith("refused: m.gguf has a sliding window")
+    assert called.fact("layout unified").endswith("layout='streams' serves it")
+    assert called.err.count("proving isolation") == 1
+
+
+def test_says_for_both_layouts_what_holds(shell: Shell, tmp_path: Path) -> None:
+    called = shell("doctor", "--model", build_tiny_gguf(tmp_path / "m.gguf", n_layer=1))
+    assert called.status == 0, called.err
+    assert called.fact("isolated").startswith("yes, on 4 slots")
+    assert called.fact("may be used") == "yes, on 2 slots, with 262 tokens in a session, f16 KV"
+    assert "exact=True is refused" in called.fact("not promised")
+    _, _, unified = called.out.partition("layout unified")
+    assert "neighbours contents" in unified
+    assert "own calls" not in unified
+    assert "not tried" not in called.out
 
 
 def test_a_model_that_is_not_isolated_is_said(shell: Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -96,8 +111,10 @@ def test_a_model_that_is_not_isolated_is_said(shell: Shell, monkeypatch: pytest.
     monkeypatch.setattr(Runtime, "verify_isolation", broken)
     called = shell("doctor", "--model", build_tiny_gguf(tmp_path / "m.gguf", n_layer=1))
     assert called.status == 1
-    assert called.fact("sessions isolated").endswith("KV: NO")
-    assert "is NOT as a fresh one" in called.fact("slot reuse")
+    assert called.fact("isolated").startswith("NO, on 4 slots")
+    streams, _, unified = called.out.partition("layout unified")
+    assert "is NOT as a fresh one" in streams
+    assert "is NOT as a fresh one" not in unified
     assert "Next: pip install" not in called.out
 
 
@@ -107,6 +124,10 @@ def test_json_is_one_document(shell: Shell, tmp_path: Path) -> None:
     with_model = shell("doctor", "--json", "--model", build_tiny_gguf(tmp_path / "m.gguf")).document
     assert with_model["model"]["recipe"]["architecture"] == "llama"
     assert with_model["isolation"]["isolated"] is True
+    assert with_model["isolation_unified"]["layout"] == "unified"
+    assert with_model["isolation_unified"]["own_calls"] is None
+    sliding = shell("doctor", "--json", "--model", build_tiny_gguf(tmp_path / "s.gguf", "gemma3")).document
+    assert "a sliding window" in sliding["isolation_unified"]["refused"]
     assert with_model["as_proven"] is True
 
 

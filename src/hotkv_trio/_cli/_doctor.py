@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import attrs
@@ -9,7 +10,7 @@ from rich.console import Console
 
 from hotkv_trio._cli._advice import A_WHOLE_MODEL, advising
 from hotkv_trio._cli._arguments import AsJson, OptionalModelFile  # ruff: ignore[typing-only-first-party-import]
-from hotkv_trio._cli._output import plain, print_facts, print_json, size, yes_no
+from hotkv_trio._cli._output import plain, print_facts, print_json, size, waiting, yes_no
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from hotkv_trio._engine import EngineInfo
     from hotkv_trio._isolation import IsolationReport
+    from hotkv_trio.llama import Layout
     from hotkv_trio.llama._installation import Installation
 
 
@@ -27,8 +29,8 @@ def doctor(
 ) -> int:
     """Say what is installed, hold it against the pinned llama.cpp, and say which tap reads hidden states, and why.
 
-    With a model, prove on it that sessions are isolated here, bit for bit, and say what holds: some hundred calls, with
-    20,000 tokens in all.
+    With a model, prove on it that sessions are isolated here, bit for bit, and say what holds in each layout: some
+    hundred calls, with 25,000 tokens in all, which takes a large model a while.
 
     Exit status 1 if something is not as it was proven.
     """
@@ -36,33 +38,64 @@ def doctor(
 
     found = read_installation()
     pinned = found.is_pinned_version and found.is_pinned_commit
-    opened = None if model is None else _prove(model)
-    as_proven = pinned and (opened is None or opened[1].isolated)
+    proven = None if model is None else _prove(model)
+    as_proven = pinned and (proven is None or proven.streams.isolated)
     if json_:
         document = attrs.asdict(found) | {"as_proven": as_proven}
-        if opened is not None:
-            document |= {"model": attrs.asdict(opened[0]), "isolation": _findings(opened[1])}
+        if proven is not None:
+            unified = {"refused": proven.unified} if isinstance(proven.unified, str) else _findings(proven.unified)
+            document |= {
+                "model": attrs.asdict(proven.info),
+                "isolation": _findings(proven.streams),
+                "isolation_unified": unified,
+            }
         print_json(document)
     else:
-        print_facts([*_rows(found), *(() if opened is None else _model_rows(*opened))])
+        print_facts([*_rows(found), *(() if proven is None else _model_rows(proven))])
         if not pinned:
             Console().print(f"\nNext: pip install llama-cpp-python=={found.pinned_version}", highlight=False)
     return 0 if as_proven else 1
 
 
-def _prove(model: Path) -> tuple[EngineInfo, IsolationReport]:
+@attrs.frozen
+class Proven:
+    """What holds of a model here."""
+
+    info: EngineInfo
+    streams: IsolationReport
+    unified: IsolationReport | str
+    """Or why that layout is refused."""
+
+
+def _prove(model: Path) -> Proven:
     import trio
 
-    from hotkv_trio import open_runtime
+    from hotkv_trio import InvalidInput, open_runtime
     from hotkv_trio.llama import LlamaEngine
 
-    async def prove() -> tuple[EngineInfo, IsolationReport]:
-        async with open_runtime(LlamaEngine(model, n_slots=4, n_ctx=1024)) as runtime:
-            Console(stderr=True).print("proving isolation on this model …", style="dim")
+    def engine(layout: Layout) -> LlamaEngine:
+        return LlamaEngine(model, n_slots=4, n_ctx=1024, layout=layout)
+
+    async def prove(stack: ExitStack) -> tuple[EngineInfo, IsolationReport]:
+        async with open_runtime(engine("streams")) as runtime:
+            stack.enter_context(waiting("proving isolation on this model; a large one takes minutes …"))
             return runtime.info, await runtime.verify_isolation()
 
-    with advising(A_WHOLE_MODEL):
-        return trio.run(prove)
+    def prove_unified() -> IsolationReport | str:
+        shared = engine("unified")
+        try:
+            shared.open()
+            report = shared.isolation
+        except InvalidInput as exc:
+            return exc.what
+        finally:
+            shared.close()
+        assert report is not None  # noqa: S101 - as `LlamaEngine.open` promises
+        return report
+
+    with advising(A_WHOLE_MODEL), ExitStack() as stack:
+        info, streams = trio.run(prove, stack)
+        return Proven(info, streams, prove_unified())
 
 
 def _findings(report: IsolationReport) -> dict[str, object]:
@@ -84,14 +117,28 @@ def _rows(found: Installation) -> Iterator[tuple[str, object]]:
     yield "threads", f"{found.processors} by default: the processors that this process may use"
 
 
-def _model_rows(info: EngineInfo, report: IsolationReport) -> Iterator[tuple[str, object]]:
+def _model_rows(proven: Proven) -> Iterator[tuple[str, object]]:
+    info = proven.info
     yield "", ""
     yield "architecture", info.recipe.architecture
     yield "memory", info.memory
     yield "a session's KV", f"{size(info.slot_bytes)} for {info.n_ctx_seq:,} tokens; llama.cpp's log says the same"
-    yield "recipe", info.recipe.digest()
+    yield "recipe", f"{info.recipe.digest()}, with as many tokens, f16 KV and streams"
     yield "", ""
-    proven = f"on {report.slots} slots, with {report.tokens:,} tokens in a session, f16 KV: "
-    yield "sessions isolated", plain(proven).append_text(yes_no(report.isolated))
-    for name, _, words in report.sentences():
-        yield name, words
+    yield "layout streams", "the default: each session has cells of its own"
+    yield from _report_rows("isolated", proven.streams)
+    yield "", ""
+    if isinstance(proven.unified, str):
+        yield "layout unified", "refused: " + proven.unified.removeprefix("layout='unified': ")
+        return
+    yield "layout unified", "on request, for ragged loads: sessions take cells from one pool, and less is promised"
+    yield from _report_rows("may be used", proven.unified)
+    yield "  not promised", "who else is there, and when, changes the bits of a session; exact=True is refused"
+
+
+def _report_rows(verdict: str, report: IsolationReport) -> Iterator[tuple[str, object]]:
+    tried = f", on {report.slots} slots, with {report.tokens:,} tokens in a session, f16 KV"
+    yield f"  {verdict}", yes_no(report.isolated).append(tried, style="not bold default")
+    for name, held, words in report.sentences():
+        if held is not None or name.replace(" ", "_") in report.promised:
+            yield f"  {name}", words

@@ -103,3 +103,22 @@ def bar(title: str) -> Generator[Callable[[int, int], None]]:
 
     with bars:
         yield advance
+
+
+@contextlib.contextmanager
+def waiting(title: str) -> Generator[None]:
+    """Say on stderr what takes so long, with the time that has passed where it is a terminal."""
+    console = Console(stderr=True)
+    bars = rich.progress.Progress(
+        rich.progress.SpinnerColumn(),
+        rich.progress.TextColumn("{task.description}"),
+        rich.progress.TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    bars.add_task(title, total=None)
+    if not console.is_terminal:
+        console.print(title, style="dim", markup=False, highlight=False, soft_wrap=True)
+    with bars:
+        yield
