@@ -24,13 +24,15 @@ LLAMA_READY := $(VENV)/.llama-ready
 PROJECT_READY := $(VENV)/.project-ready
 DOCS_READY := $(VENV)/.docs-ready
 TYPES_READY := $(VENV)/.types-ready
+RAY_READY := $(VENV)/.ray-ready
 
-.PHONY: help setup demo test test-python test-native test-slow sanitize lint types docs evidence format clean
+.PHONY: help setup demo test test-python test-native test-slow test-ray sanitize lint types docs evidence format clean
 
 help:
 	@echo "make demo      several sessions on one model, proven isolated (builds a tiny model itself)"
 	@echo "make test      all default tests: Python, then native"
 	@echo "make test-slow the long ones too"
+	@echo "make test-ray  those that start a Ray cluster on this machine"
 	@echo "make lint      ruff, flake8-async, mypy"
 	@echo "make types     that every public name is fully typed"
 	@echo "make docs      the documentation, in docs/_build/index.html"
@@ -81,6 +83,11 @@ $(TYPES_READY): $(PROJECT_READY)
 	@$(PIP_INSTALL) basedpyright
 	@touch $@
 
+$(RAY_READY): $(PROJECT_READY)
+	@echo "==> installing Ray"
+	@$(PIP_INSTALL) ray
+	@touch $@
+
 demo: setup
 	@$(BIN)/hotkv-trio demo
 
@@ -92,7 +99,11 @@ test-python: setup
 	@$(BIN)/python -W error -X dev -m pytest
 
 test-slow: setup
-	@$(BIN)/python -W error -X dev -m pytest -m 'not real_model'
+	@$(BIN)/python -W error -X dev -m pytest -m 'not real_model and not ray'
+
+# Not -W error: Ray has warnings of its own.
+test-ray: $(RAY_READY)
+	@$(BIN)/python -m pytest -m ray tests/ray
 
 # $(1): folder, $(2): further CMake settings
 define native_tests
