@@ -8,6 +8,7 @@ from cyclopts import App, CycloptsError
 from rich.console import Console
 
 from hotkv_trio._cli._advice import noted_advice
+from hotkv_trio._cli._cluster import cluster
 from hotkv_trio._cli._doctor import doctor
 from hotkv_trio._cli._generate import generate
 from hotkv_trio._cli._inspect import inspect
@@ -50,6 +51,7 @@ app.command(recipe)
 app.command(serve)
 app.command(generate)
 app.command(top)
+app.command(cluster)
 app.command(bench)
 app.command(doctor)
 app.register_install_completion_command()
