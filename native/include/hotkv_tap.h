@@ -23,7 +23,7 @@ extern "C" {
 #endif
 
 /* Changes with every change of what follows. */
-#define HOTKV_TAP_ABI 1
+#define HOTKV_TAP_ABI 2
 
 /* Longest name of a tensor with its terminator: GGML_MAX_NAME. */
 #define HOTKV_TAP_MAX_NAME 64
@@ -63,8 +63,10 @@ HOTKV_TAP_API void hotkv_tap_begin(hotkv_tap * tap, void * buffer, size_t capaci
 /* Return what became of the tensors since hotkv_tap_begin, with the bytes written and the tensors they came from. */
 HOTKV_TAP_API int hotkv_tap_taken(const hotkv_tap * tap, size_t * bytes, size_t * tensors);
 
-/* The callback itself; `user_data` is the tap.  It never stops the evaluation: llama.cpp would go on with the next
- * part of the graph and call the result a success.  Whoever called llama.cpp asks hotkv_tap_taken. */
+/* The callback itself; `user_data` is the tap.  A tensor that was taken ends the evaluation of its part of the graph:
+ * behind a shard's last layer comes only the head, which nobody reads.  So tap the last layer: of later ones the KV would
+ * be left as it was, and llama.cpp calls that a success.  A tensor that was refused ends nothing; whoever called
+ * llama.cpp asks hotkv_tap_taken. */
 HOTKV_TAP_API bool hotkv_tap_callback(void * tensor, bool ask, void * user_data);
 
 #ifdef __cplusplus

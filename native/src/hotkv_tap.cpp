@@ -78,10 +78,11 @@ int hotkv_tap_taken(const hotkv_tap * tap, size_t * bytes, size_t * tensors) {
 bool hotkv_tap_callback(void * tensor, bool ask, void * user_data) {
     auto & tap = *static_cast<hotkv_tap *>(user_data);
     if (ask) {
-        // Called for every node of the graph; whatever is said yes to here splits the graph and costs a barrier.
+        // Called for every node of the graph; whatever is said yes to here ends a part that is computed by itself.
         return tap.buffer != nullptr && tap.status == HOTKV_TAP_OK &&
                std::strcmp(tap.ggml.ggml_get_name(tensor), tap.name) == 0;
     }
     tap.status = take(tap, tensor);
-    return true;
+    // No: what follows would be a second graph with barriers of its own, for a head that nobody reads.
+    return tap.status != HOTKV_TAP_OK;
 }

@@ -1,9 +1,10 @@
 """The boundary tap: reads the hidden states that leave a shard's last layer.
 
 llama.cpp shows every node of the graph to the ``cb_eval`` callback of a context's parameters.  A tap is such a
-callback: it says yes to one tensor, named at creation, and copies its rows.  Two kinds do the same: the *native* one, a
-small C++ library built with this package, and the *Python* one, which serves where that library is missing and costs
-about a tenth of a small model's decode step.
+callback: it says yes to one tensor, named at creation, copies its rows, and leaves out the rest of the graph, which is
+only the head that llama.cpp insists on.  Two kinds do the same: the *native* one, a small C++ library built with this
+package, and the *Python* one, which serves where that library is missing and costs about a tenth of a small model's
+decode step.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 TapKind: TypeAlias = Literal["native", "python"]
 """Which tap: the C++ library's, or the one in Python."""
 
-ABI = 1
+ABI = 2
 """Of the native library that this module speaks to: ``HOTKV_TAP_ABI`` of ``hotkv_tap.h``."""
 
 MAX_NAME = 64
@@ -98,7 +99,7 @@ def _native_library() -> ctypes.PyDLL:
 
 
 class Tap(Protocol):
-    """Takes the rows of one tensor, call by call.
+    """Takes the rows of one tensor, the last that anybody needs, call by call.
 
     ``callback`` and ``user_data`` go into the context's parameters (``cb_eval``, ``cb_eval_user_data``).  Then each
     call to llama.cpp is ``begin(n_rows)``, the call, ``rows()``.  A tap serves one context, and outlives it.
@@ -228,7 +229,7 @@ class PythonTap(_Base):
         def callback(tensor: int, ask: bool, _user_data: int | None) -> bool:  # noqa: FBT001
             if not ask:
                 self._status = self._take(tensor)
-                return True
+                return self._status != _OK  # What follows is the head, which nobody reads.
             return self._open and self._status == _OK and get_name(tensor) == self._wanted
 
         self.callback = llama_cpp.ggml_backend_sched_eval_callback(callback)
