@@ -60,13 +60,14 @@ HOTKV_TAP_API void hotkv_tap_free(hotkv_tap * tap);
  * evaluate several micro-batches.  Nothing is written past `capacity` bytes.  NULL: take nothing. */
 HOTKV_TAP_API void hotkv_tap_begin(hotkv_tap * tap, void * buffer, size_t capacity);
 
-/* Return what became of the tensors since hotkv_tap_begin, with the bytes written and the tensors they came from. */
-HOTKV_TAP_API int hotkv_tap_taken(const hotkv_tap * tap, size_t * bytes, size_t * tensors);
+/* Take nothing more; return what became of the tensors since hotkv_tap_begin, with the bytes written and the tensors
+ * they came from. */
+HOTKV_TAP_API int hotkv_tap_end(hotkv_tap * tap, size_t * bytes, size_t * tensors);
 
 /* The callback itself; `user_data` is the tap.  A tensor that was taken ends the evaluation of its part of the graph:
  * behind a shard's last layer comes only the head, which nobody reads.  So tap the last layer: of later ones the KV would
  * be left as it was, and llama.cpp calls that a success.  A tensor that was refused ends nothing; whoever called
- * llama.cpp asks hotkv_tap_taken. */
+ * llama.cpp asks hotkv_tap_end. */
 HOTKV_TAP_API bool hotkv_tap_callback(void * tensor, bool ask, void * user_data);
 
 #ifdef __cplusplus

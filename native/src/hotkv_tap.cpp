@@ -17,6 +17,16 @@ struct hotkv_tap {
 
 namespace {
 
+// The names of a graph's tensors lie one behind the other, some 370 bytes apart, and the weights have driven them out of
+// the caches.  Fetching one some tensors ahead halves what the walk costs; the address may be anybody's, it is a hint.
+void fetch_ahead(const char * name) {
+#if defined(__GNUC__)
+    __builtin_prefetch(name + 8 * 370);
+#else
+    (void) name;
+#endif
+}
+
 int take(hotkv_tap & tap, const void * tensor) {
     const size_t size = tap.ggml.ggml_nbytes(tensor);
     if (tap.ggml.ggml_element_size(tensor) != sizeof(float) || !tap.ggml.ggml_is_contiguous(tensor) ||
@@ -63,13 +73,14 @@ void hotkv_tap_free(hotkv_tap * tap) {
 
 void hotkv_tap_begin(hotkv_tap * tap, void * buffer, size_t capacity) {
     tap->buffer = static_cast<unsigned char *>(buffer);
-    tap->capacity = buffer == nullptr ? 0 : capacity;
+    tap->capacity = capacity;
     tap->bytes = 0;
     tap->tensors = 0;
     tap->status = HOTKV_TAP_OK;
 }
 
-int hotkv_tap_taken(const hotkv_tap * tap, size_t * bytes, size_t * tensors) {
+int hotkv_tap_end(hotkv_tap * tap, size_t * bytes, size_t * tensors) {
+    tap->buffer = nullptr;
     *bytes = tap->bytes;
     *tensors = tap->tensors;
     return tap->status;
@@ -79,8 +90,12 @@ bool hotkv_tap_callback(void * tensor, bool ask, void * user_data) {
     auto & tap = *static_cast<hotkv_tap *>(user_data);
     if (ask) {
         // Called for every node of the graph; whatever is said yes to here ends a part that is computed by itself.
-        return tap.buffer != nullptr && tap.status == HOTKV_TAP_OK &&
-               std::strcmp(tap.ggml.ggml_get_name(tensor), tap.name) == 0;
+        if (tap.buffer == nullptr || tap.status != HOTKV_TAP_OK) {
+            return false;
+        }
+        const char * name = tap.ggml.ggml_get_name(tensor);
+        fetch_ahead(name);
+        return std::strcmp(name, tap.name) == 0;
     }
     tap.status = take(tap, tensor);
     // No: what follows would be a second graph with barriers of its own, for a head that nobody reads.

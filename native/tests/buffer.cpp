@@ -38,7 +38,7 @@ int main(int, char ** argv) {
         const auto expected = untapped.append(0, tokens);
         CHECK(c.expected > 0 || same_bits(logits, expected));
         CHECK(tapped.state(0) == untapped.state(0));
-        CHECK(hotkv_tap_taken(tap.get(), &bytes, &tensors) == HOTKV_TAP_TOO_SMALL);
+        CHECK(hotkv_tap_end(tap.get(), &bytes, &tensors) == HOTKV_TAP_TOO_SMALL);
         CHECK(bytes == c.expected * sizeof(float));
         for (size_t i = 0; i < buffer.size(); ++i) {
             CHECK((buffer[i] == canary) == (i >= c.expected));
@@ -52,7 +52,7 @@ int main(int, char ** argv) {
     tapped.append(0, tokens);
     untapped.append(0, tokens);
     CHECK(tapped.state(0) == untapped.state(0));
-    CHECK(hotkv_tap_taken(tap.get(), &bytes, &tensors) == HOTKV_TAP_OK);
+    CHECK(hotkv_tap_end(tap.get(), &bytes, &tensors) == HOTKV_TAP_OK);
     CHECK(bytes == width * sizeof(float) && tensors == 1);
 
     // A tap for another width than the model's refuses the tensor.
@@ -61,7 +61,7 @@ int main(int, char ** argv) {
     Floats untouched(2 * width, canary);
     begin(wider, untouched);
     refused.append(0, tokens);
-    CHECK(hotkv_tap_taken(wider.get(), &bytes, &tensors) == HOTKV_TAP_NOT_ROWS);
+    CHECK(hotkv_tap_end(wider.get(), &bytes, &tensors) == HOTKV_TAP_NOT_ROWS);
     CHECK(bytes == 0 && untouched == Floats(2 * width, canary));
     return 0;
 }

@@ -22,7 +22,7 @@ struct Both {
 Floats taken(const Tap & tap, const Floats & buffer, size_t tensors) {
     size_t bytes = 0;
     size_t count = 0;
-    CHECK(hotkv_tap_taken(tap.get(), &bytes, &count) == HOTKV_TAP_OK);
+    CHECK(hotkv_tap_end(tap.get(), &bytes, &count) == HOTKV_TAP_OK);
     CHECK(count == tensors);
     return Floats(buffer.begin(), buffer.begin() + static_cast<std::ptrdiff_t>(bytes / sizeof(float)));
 }

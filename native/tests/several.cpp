@@ -22,7 +22,7 @@ public:
         context_.append(0, some_tokens(n, seed_ + static_cast<unsigned>(calls_++)));
         size_t bytes = 0;
         size_t tensors = 0;
-        CHECK(hotkv_tap_taken(tap_.get(), &bytes, &tensors) == HOTKV_TAP_OK);
+        CHECK(hotkv_tap_end(tap_.get(), &bytes, &tensors) == HOTKV_TAP_OK);
         CHECK(bytes == buffer.size() * sizeof(float));
         rows_.insert(rows_.end(), buffer.begin(), buffer.end());
     }

@@ -93,8 +93,8 @@ def _native_library() -> ctypes.PyDLL:
     library.hotkv_tap_begin.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     library.hotkv_tap_begin.restype = None
     size = ctypes.POINTER(ctypes.c_size_t)
-    library.hotkv_tap_taken.argtypes = [ctypes.c_void_p, size, size]
-    library.hotkv_tap_taken.restype = ctypes.c_int
+    library.hotkv_tap_end.argtypes = [ctypes.c_void_p, size, size]
+    library.hotkv_tap_end.restype = ctypes.c_int
     return library
 
 
@@ -142,32 +142,36 @@ class Tap(Protocol):
 
 
 class _Base:
-    """What both kinds share: the array that rows are taken into, and the check of what came."""
+    """What both kinds share: the array that rows are taken into, and the check of what came.
+
+    What runs between two decode steps runs with cold caches, and costs many times what a loop over it would say: so the
+    array is made once, and its rows are copied.
+    """
 
     def __init__(self, tensor_name: str, n_embd: int, max_rows: int) -> None:
         self._tensor_name = tensor_name
-        self._n_embd = n_embd
+        self._row_bytes = 4 * n_embd
         self._max_rows = max_rows
-        self._array: Rows = np.empty((0, n_embd), dtype=np.float32)
+        self._n_rows = 0
+        self._array: Rows = np.empty((max_rows, n_embd), dtype=np.float32)
+        self._address: int = self._array.ctypes.data
 
     def __repr__(self) -> str:
         """Say the kind and the tensor."""
         return f"<{type(self).__name__} of {self._tensor_name}>"
 
-    def _new_array(self, n_rows: int) -> Rows:
+    def _expect(self, n_rows: int) -> None:
         if not 0 <= n_rows <= self._max_rows:
             raise InvalidInput(f"{n_rows} rows asked of a tap for 0 to {self._max_rows}")
-        self._array = np.empty((n_rows, self._n_embd), dtype=np.float32)
-        return self._array
+        self._n_rows = n_rows
 
     def _checked(self, status: int, nbytes: int) -> Rows:
-        array = self._array
         if status != _OK:
             raise EngineFailed(None, f"tensor {self._tensor_name}: {_WHY[status]}")
-        if nbytes != array.nbytes:
-            came = nbytes // (4 * self._n_embd)
-            raise EngineFailed(None, f"tensor {self._tensor_name}: {came} rows came where {len(array)} were expected")
-        return array
+        if nbytes != self._n_rows * self._row_bytes:
+            came = nbytes // self._row_bytes
+            raise EngineFailed(None, f"tensor {self._tensor_name}: {came} rows came where {self._n_rows} were expected")
+        return self._array[: self._n_rows].copy()
 
 
 @final
@@ -184,29 +188,29 @@ class NativeTap(_Base):
             MemoryError: there is no memory for the native object.
         """
         super().__init__(tensor_name, n_embd, max_rows)
-        self._library = _native_library()
-        self.user_data: int | None = self._library.hotkv_tap_create(tensor_name.encode(), 4 * n_embd, _ggml())
+        library = _native_library()
+        self.user_data: int | None = library.hotkv_tap_create(tensor_name.encode(), self._row_bytes, _ggml())
         if self.user_data is None:
             raise MemoryError("no memory for a native tap")
-        function = ctypes.cast(self._library.hotkv_tap_callback, ctypes.c_void_p).value
+        self._begin, self._end, self._free = library.hotkv_tap_begin, library.hotkv_tap_end, library.hotkv_tap_free
+        self._nbytes = ctypes.c_size_t()
+        self._end_arguments = ctypes.byref(self._nbytes), ctypes.byref(ctypes.c_size_t())
+        function = ctypes.cast(library.hotkv_tap_callback, ctypes.c_void_p).value
         self.callback = llama_cpp.ggml_backend_sched_eval_callback(function)
 
     def begin(self, n_rows: int) -> None:
         """See ``Tap.begin``."""
-        array = self._new_array(n_rows)
-        self._library.hotkv_tap_begin(self.user_data, array.ctypes.data if n_rows else None, array.nbytes)
+        self._expect(n_rows)
+        self._begin(self.user_data, self._address if n_rows else None, n_rows * self._row_bytes)
 
     def rows(self) -> Rows:
         """See ``Tap.rows``."""
-        nbytes, tensors = ctypes.c_size_t(), ctypes.c_size_t()
-        status = self._library.hotkv_tap_taken(self.user_data, ctypes.byref(nbytes), ctypes.byref(tensors))
-        # The array is the caller's now: a call without a ``begin`` must not write to it.
-        self._library.hotkv_tap_begin(self.user_data, None, 0)
-        return self._checked(status, nbytes.value)
+        status = self._end(self.user_data, *self._end_arguments)
+        return self._checked(status, self._nbytes.value)
 
     def close(self) -> None:
         """See ``Tap.close``."""
-        self._library.hotkv_tap_free(self.user_data)
+        self._free(self.user_data)
         self.user_data = None
 
 
@@ -237,17 +241,17 @@ class PythonTap(_Base):
     def _take(self, tensor: int) -> int:
         ggml = _ggml()
         nbytes = ggml.ggml_nbytes(tensor)
-        if ggml.ggml_element_size(tensor) != 4 or not ggml.ggml_is_contiguous(tensor) or nbytes % (4 * self._n_embd):
+        if ggml.ggml_element_size(tensor) != 4 or not ggml.ggml_is_contiguous(tensor) or nbytes % self._row_bytes:
             return _NOT_ROWS
-        if nbytes > self._array.nbytes - self._taken:
+        if nbytes > self._n_rows * self._row_bytes - self._taken:
             return _TOO_SMALL
-        ggml.ggml_backend_tensor_get(tensor, self._array.ctypes.data + self._taken, 0, nbytes)
+        ggml.ggml_backend_tensor_get(tensor, self._address + self._taken, 0, nbytes)
         self._taken += nbytes
         return _OK
 
     def begin(self, n_rows: int) -> None:
         """See ``Tap.begin``."""
-        self._new_array(n_rows)
+        self._expect(n_rows)
         self._open, self._status, self._taken = n_rows > 0, _OK, 0
 
     def rows(self) -> Rows:
