@@ -89,12 +89,12 @@ class Cluster:
 
 @asynccontextmanager
 async def clusters(folder: Path) -> AsyncGenerator[Cluster]:
-    with trio.fail_after(20):
-        async with trio.open_nursery() as nursery:
-            try:
+    async with trio.open_nursery() as nursery:
+        try:
+            with trio.fail_after(20):
                 yield Cluster(folder, nursery)
-            finally:
-                nursery.cancel_scope.cancel()
+        finally:
+            nursery.cancel_scope.cancel()
 
 
 @pytest.fixture

@@ -65,6 +65,10 @@ async def up(
     model_on_nodes: Annotated[
         str | None, Parameter(help="Path where nodes look for the model; else the same. Others get what they need.")
     ] = None,
+    host: Annotated[
+        str | None,
+        Parameter(help="What replicas listen on; else their node's address. On one machine: 127.0.0.1."),
+    ] = None,
     certificate: Annotated[
         str | None, Parameter(help="PEM file of a certificate chain and its key, on every node: TLS.")
     ] = None,
@@ -102,6 +106,7 @@ async def up(
             exact=exact,
             resources=dict(map(_resource, resource or [])),
             model_on_nodes=model_on_nodes,
+            host=host,
             certificate=certificate,
             insecure=insecure,
             patience=patience,
@@ -220,13 +225,14 @@ def _show(found: Deployment, *, json_: bool) -> None:
             "replicas": [_document(replica) for replica in replicas],
         })
         return
-    table = columns_table("replica", "layers", "state", "address", "node", "hot", "KV", "tokens")
+    table = columns_table("replica", "layers", "state", "address", "node", "hot", "KV")
+    table.columns[3].no_wrap, table.columns[3].overflow = False, "fold"
     for replica in replicas:
         figures = replica.figures
-        said = ("", "", "")
+        said = ("", "")
         if figures is not None:
             kv = f"{rounded_size(figures.borrowed_bytes)}\nof {rounded_size(figures.total_bytes)}"
-            said = (f"{figures.hot}/{figures.slots}", kv, f"{figures.tokens:,}")
+            said = (f"{figures.hot}/{figures.slots}", kv)
         state = Text(replica.state, style="green" if replica.state == "serving" else "yellow")
         table.add_row(
             str(replica.id),

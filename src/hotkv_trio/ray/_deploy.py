@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from hotkv_trio._errors import HotKVError, InvalidInput
+from hotkv_trio._errors import InvalidInput
 from hotkv_trio.llama._digest import model_digest
 from hotkv_trio.llama._facts import read_model_facts
 from hotkv_trio.llama._planning import ShardPlan, plan_shards
@@ -31,7 +31,7 @@ from hotkv_trio.ray._names import (
     room_name,
     tenants_of,
 )
-from hotkv_trio.ray._spec import Order, Place, Serving, Spec
+from hotkv_trio.ray._spec import Failed, Order, Place, Serving, Spec
 
 if TYPE_CHECKING:
     import os
@@ -70,6 +70,7 @@ async def deploy(
     resources: Mapping[str, float] | None = None,
     model_on_nodes: str | os.PathLike[str] | None = None,
     max_restarts: int = _edge.FOREVER,
+    host: str | None = None,
     certificate: str | os.PathLike[str] | None = None,
     insecure: bool = False,
     patience: float = 300.0,
@@ -101,6 +102,8 @@ async def deploy(
         resources: more that a replica takes of its node, by Ray's names.
         model_on_nodes: path where nodes look for the model; None: the same as here.
         max_restarts: how often Ray brings a replica back; -1: always.
+        host: what replicas listen on, on every node; None: the node's address.  For a cluster of one machine,
+            ``127.0.0.1`` needs neither a certificate nor ``insecure``.
         certificate: PEM file of a certificate chain and its key, on every node: TLS.
         insecure: allow plain TCP beyond loopback, where others on the way can read all.
         patience: seconds until everything serves.
@@ -108,8 +111,8 @@ async def deploy(
         progress: called in another thread with the number of replicas that serve, and of all.
 
     Raises:
-        InvalidInput: an argument is not what it should be, or a shard refused it.
-        DeploymentFailed: the cluster has no room, or not everything came to serve.
+        InvalidInput: an argument is not what it should be.
+        DeploymentFailed: the cluster has no room, or not everything came to serve; it says why.
         OSError: there is no cluster.
     """
     serving = Serving(
@@ -121,6 +124,7 @@ async def deploy(
         exact=exact,
         prefill_chunk=prefill_chunk,
         idle_ttl=idle_ttl,
+        host=host,
         certificate=None if certificate is None else str(certificate),
         insecure=insecure,
     )
@@ -159,6 +163,8 @@ async def deploy(
         if len(counts) != len(spec.ranges) or not all(_is_count(count) for count in counts):
             raise InvalidInput(f"replicas must be a number > 0, or one for each of {len(spec.ranges)} shards")
         _edge.connect(address)
+        if _edge.find_actor(keeper_name(name)) is not None:
+            raise InvalidInput(f"there is a deployment named {name} already: choose another name, or end it first")
         keeper = _edge.start_actor(Keeper, keeper_name(name), [spec], max_restarts=_edge.FOREVER, near=_edge.here().id)
         try:
             _edge.call(keeper, "spec", patience=patience)
@@ -331,6 +337,8 @@ def _grow(
                 raise DeploymentFailed(
                     spec.name, f"replica {one} does not serve after {patience:g} s ({error}); Ray's logs say why"
                 ) from None
+            if isinstance(place, Failed):
+                raise DeploymentFailed(spec.name, f"replica {one} does not start: {place.what}")
             assert isinstance(place, Place)  # noqa: S101 - the host is of this version
             logger.info("replica %s of %s serves on %s", one, spec.name, place.where)
             progress(number + 1, len(wanted))
@@ -344,7 +352,7 @@ def _end(spec: Spec, leaving: Sequence[ReplicaId], grace: float) -> None:
     """Drain replicas and end them."""
     actors = [actor for one in leaving if (actor := _edge.find_actor(replica_name(spec.name, one))) is not None]
     for said in _edge.call_each(actors, "drain", grace, patience=grace + _END_PATIENCE, grace=grace + _END_PATIENCE):
-        if isinstance(said, HotKVError | _edge.Unreachable):
+        if isinstance(said, _edge.Unreachable):
             logger.warning("a replica of %s was not there to be drained: %r", spec.name, said)
     _kill(spec.name, leaving)
     living = set(_living(spec.name))

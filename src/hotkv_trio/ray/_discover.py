@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 import trio
 
-from hotkv_trio._errors import HotKVError
 from hotkv_trio.ray import _edge
 from hotkv_trio.ray._errors import DeploymentFailed, DeploymentUnknown
 from hotkv_trio.ray._names import check_name, keeper_name, replica_name, replicas_in
-from hotkv_trio.ray._spec import Deployment, Figures, Place, Replica, Spec
+from hotkv_trio.ray._spec import Deployment, Failed, Figures, Place, Replica, Spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -99,7 +98,7 @@ def ask(spec: Spec, ids: Sequence[ReplicaId], method: str, grace: float) -> list
 
 def _replica(spec: Spec, replica: ReplicaId, said: object) -> Replica:
     layers = spec.ranges[replica.shard]
-    if isinstance(said, HotKVError | _edge.Unreachable):
+    if isinstance(said, Failed | _edge.Unreachable):
         return Replica(id=replica, layers=layers, state="away", where=None, node=None)
     place = said.place if isinstance(said, Figures) else said
     assert isinstance(place, Place)  # noqa: S101 - the host is of this version

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 
-from hotkv_trio._errors import HotKVError, InvalidInput
+from hotkv_trio._errors import InvalidInput
 from hotkv_trio.ray._names import NAMESPACE
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ CALLS_AT_ONCE = 16
 
 
 class Unreachable(Exception):
-    """An actor is gone, or is not back yet."""
+    """An actor is gone, or is not back yet, or could not do what it was asked."""
 
 
 @attrs.frozen(kw_only=True)
@@ -164,8 +164,7 @@ def call(actor: Actor, method: str, *arguments: Any, patience: float, tick: Tick
     """Return what a method of an actor returns; an actor that is being brought back is waited for.
 
     Raises:
-        HotKVError: what the method raised of ours.
-        Unreachable: the actor is gone, or has not answered within ``patience`` seconds.
+        Unreachable: the actor is gone, has not answered within ``patience`` seconds, or has raised something.
     """
     ray = _ray()
     reference = getattr(actor, method).remote(*arguments)
@@ -175,10 +174,8 @@ def call(actor: Actor, method: str, *arguments: Any, patience: float, tick: Tick
     return _result(reference, patience)
 
 
-def call_each(
-    actors: Sequence[Actor], method: str, *arguments: Any, patience: float, grace: float
-) -> list[Any | HotKVError | Unreachable]:
-    """Call a method of several actors at once; return what each returned or raised.
+def call_each(actors: Sequence[Actor], method: str, *arguments: Any, patience: float, grace: float) -> list[Any]:
+    """Call a method of several actors at once; return what each returned, or `Unreachable`.
 
     Args:
         actors: whom.
@@ -209,7 +206,7 @@ def _patiently(wait: Callable[[float], Any], patience: float, tick: Tick) -> Any
 def _outcome(reference: Any) -> Any:
     try:
         return _result(reference, 0)
-    except (HotKVError, Unreachable) as error:
+    except Unreachable as error:
         return error
 
 
@@ -217,17 +214,11 @@ def _result(reference: Any, patience: float) -> Any:
     ray = _ray()
     try:
         return ray.get(reference, timeout=patience)
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, HotKVError):
-            raise error.cause from None
-        raise
-    except (
-        ray.exceptions.RayActorError,
-        ray.exceptions.ActorPlacementGroupRemoved,
-        ray.exceptions.ActorUnschedulableError,
-        ray.exceptions.GetTimeoutError,
-    ) as error:
-        raise Unreachable(type(error).__name__) from None
+    except ray.exceptions.RayError as error:
+        # An error of the method itself comes with its traceback, whose last line says what it was.
+        lines = str(error).strip().splitlines() or [""]
+        last = lines[-1] if isinstance(error, ray.exceptions.RayTaskError) else lines[0]
+        raise Unreachable(f"{type(error).__name__}: {last}") from None
     finally:
         # What is not wanted any more must not wait for an actor that never comes back.
         with suppress(ray.exceptions.RayError, ValueError, TypeError):

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, final
 import attrs
 import trio
 
-from hotkv_trio._errors import EngineFailed, HotKVError, InvalidInput, RuntimeClosed
+from hotkv_trio._errors import InvalidInput
 from hotkv_trio._runtime import open_runtime
 from hotkv_trio.llama import LlamaEngine
 from hotkv_trio.ray import _edge
 from hotkv_trio.ray._excerpt import Outline, Piece, outline, provide_model, read_piece
 from hotkv_trio.ray._names import keeper_name
-from hotkv_trio.ray._spec import Figures, Place
+from hotkv_trio.ray._spec import Failed, Figures, Place
 from hotkv_trio.serve import ShardServer
 
 if TYPE_CHECKING:
@@ -53,38 +53,34 @@ class _Open:
 class ShardHost:
     """Serves one replica of a shard on its node's address, from when it is made.
 
-    What goes wrong at first is raised by `place`.  What goes wrong later ends the process, so that Ray starts another.
+    What goes wrong at first is said by `place`.  What goes wrong later ends the process, so that Ray starts another.
     """
 
     def __init__(self, order: Order) -> None:
         self._order = order
         self._restarted = _edge.was_restarted()
-        self._place: Future[Place] = Future()
+        self._place: Future[Place | Failed] = Future()
         self._open: _Open | None = None
         threading.Thread(target=self._run, name="hotkv-trio", daemon=True).start()
 
-    def place(self) -> Place:
-        """Return where it serves, once it does.
-
-        Raises:
-            HotKVError: it could not.
-        """
+    def place(self) -> Place | Failed:
+        """Return where it serves, once it does, or why it could not."""
         place = self._place.result()
+        if isinstance(place, Failed):
+            return place
         return attrs.evolve(place, draining=self._open is None or self._open.server.draining.is_set())
 
-    def figures(self) -> Figures:
-        """Return what it holds, once it serves.
-
-        Raises:
-            RuntimeClosed: it has drained.
-        """
+    def figures(self) -> Figures | Failed:
+        """Return what it holds, once it serves, or why it does not."""
         place = self.place()
+        if isinstance(place, Failed):
+            return place
         if (ours := self._open) is None:
-            raise RuntimeClosed("the shard has drained")
+            return Failed("it has drained")
         try:
             runtime = trio.from_thread.run_sync(ours.runtime.statistics, trio_token=ours.trio_token)
         except trio.RunFinishedError:
-            raise RuntimeClosed("the shard has ended") from None
+            return Failed("it has ended")
         server = ours.server.statistics()
         return Figures(
             place=place,
@@ -110,13 +106,11 @@ class ShardHost:
             trio.run(self._serve)
         except BaseException as error:  # noqa: ASYNC103 - nobody is above: this is the thread's first function
             logger.exception("%s of deployment %s ended", self._order.id, self._order.spec.name)
-            failed = (
-                error if isinstance(error, HotKVError) else EngineFailed(None, f"the shard did not start: {error!r}")
-            )
             if self._place.done() or self._restarted:
                 time.sleep(_REST)
                 os._exit(1)
-            self._place.set_exception(failed)
+            # As text: not every error can travel, and a group says nothing.
+            self._place.set_result(Failed(_said(error)))
 
     async def _serve(self) -> None:
         order, serving = self._order, self._order.spec.serving
@@ -135,7 +129,8 @@ class ShardHost:
             engine, exact=serving.exact, prefill_chunk=serving.prefill_chunk, idle_ttl=serving.idle_ttl
         ) as runtime:
             server = ShardServer(runtime, tokens=[order.spec.token])
-            host = f"[{node.address}]" if ":" in node.address else node.address
+            host = serving.host or node.address
+            host = f"[{host}]" if ":" in host else host
             async with trio.open_nursery() as nursery:
                 (where,) = await nursery.start(
                     partial(
@@ -196,6 +191,12 @@ def _model_file(order: Order) -> Path:
         get_outline=get_outline,
         get_piece=get_piece,
     )
+
+
+def _said(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error) or repr(error)
 
 
 def _tls(certificate: str | None) -> ssl.SSLContext | None:

@@ -30,6 +30,8 @@ class Serving:
     exact: bool
     prefill_chunk: int
     idle_ttl: float | None
+    host: str | None
+    """What a replica listens on; None: its node's address."""
     certificate: str | None
     """PEM file of a certificate chain and its key, on each node."""
     insecure: bool
@@ -83,6 +85,13 @@ class Place:
     """Ray's id of the node."""
     pid: int
     draining: bool
+
+
+@attrs.frozen
+class Failed:
+    """Why a shard host does not serve."""
+
+    what: str
 
 
 @attrs.frozen(kw_only=True)
