@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import asynccontextmanager
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import TYPE_CHECKING, Any, final
 from uuid import uuid4
 
@@ -15,6 +15,7 @@ from hotkv_trio._keys import SessionKey
 from hotkv_trio._nursery import open_body_nursery
 from hotkv_trio.route._hop import hop_of
 from hotkv_trio.route._session import Policy, RouteSession
+from hotkv_trio.route._turnstile import Turnstile
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 class Route:
     """Opens sessions on all shards; made by `open_route`.
 
-    Sessions run side by side: while one is at one shard, others are at the next.
+    Sessions run side by side, in as many teams as there are shards: while one is at one shard, others are at the next.
     """
 
     def __init__(self, hops: Sequence[Hop], infos: Sequence[EngineInfo], policy: Policy, max_sessions: int) -> None:
@@ -36,6 +37,8 @@ class Route:
         self._infos = infos
         self._policy = policy
         self._places = trio.CapacityLimiter(max_sessions)
+        self._numbers: set[int] = set()
+        self._turnstiles = [Turnstile(self._team_of) for _ in hops]
 
     def __repr__(self) -> str:
         layers = ", ".join(f"{first}:{end}" for first, end in (info.layers for info in self._infos))
@@ -63,15 +66,22 @@ class Route:
             InvalidInput: the id or the epoch is none.
         """
         key = SessionKey(uuid4().hex if route_session_id is None else route_session_id, epoch)
-        session = RouteSession(self._hops, key, self._policy)
-        await self._places.acquire_on_behalf_of(session)
+        borrower = object()
+        await self._places.acquire_on_behalf_of(borrower)
+        number = next(number for number in count() if number not in self._numbers)
+        self._numbers.add(number)
+        session = RouteSession(self._hops, self._turnstiles, number, key, self._policy)
         try:
             yield session
         finally:
             try:
                 await session._close()  # noqa: ASYNC102 - each shard's part is shielded, and bounded
             finally:
-                self._places.release_on_behalf_of(session)
+                self._numbers.discard(number)
+                self._places.release_on_behalf_of(borrower)
+
+    def _team_of(self, number: int) -> int:
+        return number * len(self._hops) // (max(self._numbers, default=number) + 1)
 
 
 @asynccontextmanager

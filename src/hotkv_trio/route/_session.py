@@ -9,6 +9,7 @@ been), or in bulk (``"fast"``).
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
 import attrs
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from hotkv_trio._engine import Output
     from hotkv_trio._errors import HotKVError
     from hotkv_trio.route._hop import Hop, HopSession
+    from hotkv_trio.route._turnstile import Turnstile
 
 logger = logging.getLogger("hotkv_trio")
 
@@ -67,8 +69,12 @@ class RouteSession:
     back to it by the next call.
     """
 
-    def __init__(self, hops: Sequence[Hop], key: SessionKey, policy: Policy) -> None:
+    def __init__(
+        self, hops: Sequence[Hop], turnstiles: Sequence[Turnstile], number: int, key: SessionKey, policy: Policy
+    ) -> None:
         self._hops = hops
+        self._turnstiles = turnstiles
+        self._number = number
         self._id = key.route_session_id
         self._next_epoch = key.route_epoch
         self._policy = policy
@@ -217,12 +223,15 @@ class RouteSession:
         """Send a call through all shards; return the last one's rows."""
         data: Any = list(call.tokens)
         single = len(call.tokens) == 1 and call.output == "last"
-        for hop in self._hops:
+        for hop, turnstile in zip(self._hops, self._turnstiles, strict=True):
             session = self._sessions[hop]
-            is_last = hop is self._hops[-1]
-            if single:
-                result = await session.decode(data[0], at=position)
+            if not single:
+                output: Output = call.output if hop is self._hops[-1] else "all"
+                result = await session.prefill(data, at=position, output=output)
+            elif position and len(self._hops) > 1:
+                result = await turnstile.run(self._number, partial(session.decode, data[0], at=position))
             else:
-                result = await session.prefill(data, at=position, output=call.output if is_last else "all")
+                # A session's first token may wait for a slot, which nobody else must wait for.
+                result = await session.decode(data[0], at=position)
             data = result.output
         return data  # noqa: ASYNC910
