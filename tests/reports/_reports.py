@@ -1,11 +1,21 @@
-"""Public reports against systems that do this job: who reported it, and what ours must show.
+"""Public reports against systems that do this job: who reported it, what ours must show, and which tests show it.
 
-Each is a *kind* of fault.  The test of it cites the report in its docstring, by the name given here.
+Each is a *kind* of fault.  The tests of it cite the report in their docstrings, by the name given here, on `FakeEngine`
+and on a real tiny model.
 """
 
 from __future__ import annotations
 
-from typing import Final
+import ast
+import re
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
+
+import attrs
+
+TESTS: Final = Path(__file__).parents[1]
+
+Kind: TypeAlias = Literal["fake", "llama"]
 
 REPORTS: Final[dict[str, tuple[str, ...]]] = {
     "a fresh slot is as a fresh context": ("llama.cpp #27148", "llama.cpp #27422"),
@@ -54,3 +64,63 @@ REPORTS: Final[dict[str, tuple[str, ...]]] = {
     "who is evicted, and in what order": ("llama-server test_router",),
     "removing one slot leaves another's state as it was": ("llama.cpp test-save-load-state",),
 }
+
+NOT_ON: Final[dict[str, tuple[Kind, str]]] = {
+    "quantised keys live through many turns": ("fake", "it has no types of KV"),
+    "sizes and ids out of range are refused": ("fake", "it has no sizes that end a process"),
+    "removing one slot leaves another's state as it was": ("fake", "about the bytes that llama.cpp would save"),
+}
+"""Kinds that cannot be made on one of the engines, and why."""
+
+_NATIVE_ROOMS: Final = frozenset({"hostile", "isolation", "llama", "real"})
+
+
+@attrs.frozen
+class Citation:
+    """A test, or a module of tests, that cites reports."""
+
+    test: str
+    """``room/file.py::name``"""
+    engines: frozenset[Kind]
+    text: str
+    """The docstring, with names that share a project spelt out."""
+
+    def cites(self, report: str) -> bool:
+        return re.search(rf"{re.escape(report.lower())}(?!\d)", self.text) is not None
+
+
+def citations() -> list[Citation]:
+    """Return every test with a docstring, and every module of tests with one."""
+    found = []
+    for path in sorted(TESTS.rglob("test_*.py")):
+        name = path.relative_to(TESTS).as_posix()
+        source = path.read_text(encoding="utf-8")
+        tree = ast.parse(source)
+        if text := ast.get_docstring(tree):
+            found.append(Citation(name, _engines(name, tree), _spelt(text)))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+                text = _spelt(ast.get_docstring(node) or "")
+                found.append(Citation(f"{name}::{node.name}", _engines(name, node), text))
+    return found
+
+
+def _engines(name: str, node: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef) -> frozenset[Kind]:
+    """Return the engines that a test runs on: by its room, its fixture, or what it names itself."""
+    room = name.partition("/")[0]
+    names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    arguments = set() if isinstance(node, ast.Module) else {argument.arg for argument in node.args.args}
+    engines: set[Kind] = set()
+    if room == "core" or "both" in arguments or "FakeEngine" in names:
+        engines.add("fake")
+    if room in _NATIVE_ROOMS or "both" in arguments or "LlamaEngine" in names:
+        engines.add("llama")
+    return frozenset(engines)
+
+
+def _spelt(text: str) -> str:
+    text = re.sub(r"\s+", " ", text).lower()
+    # "petals #396, #487" names two of petals.
+    while (spelt := re.sub(r"([\w.-]+)( #\d+,? (?:and )?)(#\d+)", r"\1\2\1 \3", text)) != text:
+        text = spelt
+    return text
