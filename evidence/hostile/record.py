@@ -1,4 +1,4 @@
-"""Ask the real library every hostile row, make many random hostile calls, and write both down.
+"""Ask the real library every hostile row, make many random hostile calls, list the tests of reports; write it down.
 
     python evidence/hostile/record.py [--calls N]
 
@@ -19,6 +19,7 @@ from record import stamp  # noqa: E402
 from tests.hostile._ask import ask  # noqa: E402
 from tests.hostile._rows import NEVER, ROWS  # noqa: E402
 from tests.hostile.test_calls import attack  # noqa: E402
+from tests.reports._reports import NOT_ON, REPORTS, citations  # noqa: E402
 
 FRAME = """# Nothing that a client says kills, corrupts or outlives
 
@@ -51,7 +52,29 @@ are compared with the same work done alone.
 | where | calls | outcomes | anything else | neighbours' operations | unmoved | bytes left | tokens left |
 |---|---|---|---|---|---|---|---|
 {reports}
+
+## Public reports of faults of this kind, and the tests of each
+
+From the docstrings of the tests, in `tests/`; a test holds that none is missing.
+
+| what ours shows | reported as | on FakeEngine | on a real tiny model |
+|---|---|---|---|
+{cited}
 """
+
+
+def cited() -> str:
+    """Return the table of public reports: a row for each kind, with the tests that cite it."""
+    found = citations()
+    rows = []
+    for kind, reports in REPORTS.items():
+        cells = []
+        for engine in ("fake", "llama"):
+            tests = [c.test for c in found if engine in c.engines and any(map(c.cites, reports))]
+            where, why = NOT_ON.get(kind, ("", ""))
+            cells.append(f"none: {why}" if where == engine else ", ".join(f"`{test}`" for test in tests))
+        rows.append(f"| {kind} | {', '.join(reports)} | {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
 def main() -> int:
@@ -91,6 +114,7 @@ def main() -> int:
         controls=len(controls),
         never="\n".join(f"- {kind}: {', '.join(f'`{name}`' for name in names)}" for kind, names in NEVER.items()),
         reports="\n".join(lines),
+        cited=cited(),
     )
     Path(__file__).with_name("README.md").write_text(text, encoding="utf-8")
     print("\n".join(lines))

@@ -35,7 +35,7 @@ PROGRAMS: Final[tuple[tuple[Operation, ...], ...]] = (
     (("append", 3), ("cut", 1), ("append", 5), ("append", 1)),
     (("append", 1), ("append", 1), ("append", 1), ("append", 1), ("cut", 4), ("append", 2)),
 )
-CODES: Final = ((1, False), (-1, False), (-2, False), (-2, True), (-3, True), (2, True))
+CODES: Final = ((1, False), (-1, False), (-2, False), (-2, True), (-3, False), (-3, True), (2, False), (2, True))
 """llama.cpp's code, and whether it appended first all the same."""
 
 
