@@ -122,6 +122,30 @@ def _make(**options: Any) -> Callable[[World], object]:
     return make
 
 
+def _shared(arch: str, **options: Any) -> Callable[[World], object]:
+    """Open a model with all sessions in one pool of cells."""
+
+    def ask(world: World) -> object:
+        path = build_tiny_gguf(world.folder / f"shared-{arch}.gguf", arch, n_layer=2)
+        engine = LlamaEngine(path, n_slots=2, n_ctx=256, threads=1, layout="unified", **options)
+        try:
+            return engine.open()
+        finally:
+            engine.close()
+
+    return ask
+
+
+def _hidden_shared(world: World) -> object:
+    engine = LlamaEngine(world.path, n_slots=2, n_ctx=256, threads=1, layout="unified")
+    try:
+        engine.open()
+        world.append(engine, data=hidden(3))
+    finally:
+        engine.close()
+    return None
+
+
 def _state(call: str, slot: Any) -> Callable[[World], object]:
     def ask(world: World) -> object:
         arguments = (slot, 0) if call == "truncate" else (slot,)
@@ -244,6 +268,17 @@ ROWS: Final[tuple[Row, ...]] = (
         "one of each",
         _group(Append(1, 0, tokens(1), "last"), Append(2, 0, hidden(1), "last")),
     ),
+    Row(WRONG, "a sliding window in a shared pool of cells", "Gemma 3", _shared("gemma3")),
+    Row(
+        WRONG,
+        "a sliding window in a shared pool of cells",
+        "Gemma 3, swa_full=False",
+        _shared("gemma3", swa_full=False),
+    ),
+    Row(WRONG, "recurrent memory in a shared pool of cells", "Mamba", _shared("mamba")),
+    Row(WRONG, "recurrent memory in a shared pool of cells", "Jamba", _shared("jamba")),
+    Row(WRONG, "hidden states in a shared pool of cells", "3 rows", _hidden_shared),
+    Row(WRONG, "hidden states in a shared pool of cells", "a shard", _shared("llama", layers=(1, 2))),
     Row(WRONG, "hidden states under M-RoPE", "Qwen2-VL", _to("qwen2vl", data=hidden(3))),
     Row(WRONG, "tokens on a shard that is not the first", "0", _to("shard", data=np.zeros(1, np.int32))),
     Row(

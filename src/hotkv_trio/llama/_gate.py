@@ -26,6 +26,9 @@ a state shorter than its rows: read past its end     `Gate.check_group`, dtype, 
 an array that is not what it says: a bad token       `Gate.check_group`, plain arrays only
 token and hidden state in one entry                  ``_ffi.Batch`` adds one or the other
 hidden states under M-RoPE: misread positions        `Gate.check_group`, ``n_embd`` 0
+hidden states in a pool that sessions share: one     `Gate.check_group`, ``n_embd`` 0; the engine refuses shards
+that is not finite reaches everybody
+a window in a shared pool: cells of others are taken the context refuses it
 tokens on a shard that is not the first              `Gate.check_group`, ``n_vocab`` 0
 ===================================================  ================================================================
 """
