@@ -8,6 +8,8 @@ It runs the two commands that the tests in `tests/hostile` run, with more calls,
 from __future__ import annotations
 
 import argparse
+import re
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -20,6 +22,8 @@ from tests.hostile._ask import ask  # noqa: E402
 from tests.hostile._rows import NEVER, ROWS  # noqa: E402
 from tests.hostile.test_calls import attack  # noqa: E402
 from tests.reports._reports import NOT_ON, REPORTS, citations  # noqa: E402
+
+INJECTED = ("tests/hostile/test_injected.py", "tests/hostile/test_poison.py")
 
 FRAME = """# Nothing that a client says kills, corrupts or outlives
 
@@ -52,6 +56,15 @@ are compared with the same work done alone.
 | where | calls | outcomes | anything else | neighbours' operations | unmoved | bytes left | tokens left |
 |---|---|---|---|---|---|---|---|
 {reports}
+
+## llama.cpp fails, or is given poison
+
+At every native call of a program of four sessions, each of its codes, with and without the tokens appended; at every
+removal, one that refuses and one that lies; and both together.  NaN and both infinities in every element of a state of
+40 rows; the same with the gate taken away; and huge finite values.  Every output of every session, neighbour and next
+tenant is held against its run alone, and every invariant is looked at after every step of trio's scheduler.
+
+`pytest -m "slow or not slow" {injected}`: {passed}
 
 ## Public reports of faults of this kind, and the tests of each
 
@@ -89,6 +102,14 @@ def main() -> int:
         reports = [attack(Path(folder), where=where, calls=arguments.calls) for where in ("sessions", "engine")]
     answers = {answer.row: answer for answer in asked.answers}
     held = asked.status == 0 and died == len(controls)
+    injected = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "slow or not slow", *INJECTED],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    held = held and injected.returncode == 0
     table = []
     for row in ROWS:
         answer = answers.get(row.name)
@@ -114,6 +135,8 @@ def main() -> int:
         controls=len(controls),
         never="\n".join(f"- {kind}: {', '.join(f'`{name}`' for name in names)}" for kind, names in NEVER.items()),
         reports="\n".join(lines),
+        injected=" ".join(INJECTED),
+        passed=re.sub(r" in [0-9.]+s.*", "", injected.stdout.splitlines()[-1]),
         cited=cited(),
     )
     Path(__file__).with_name("README.md").write_text(text, encoding="utf-8")

@@ -4,12 +4,13 @@
 
 Held at the end: resident memory of the last tenth is that of the second tenth within 2 %; nothing is borrowed and every
 slot is empty; and each session that lived to its own end got, bit for bit, what its calls give on a second engine where
-nobody else is.
+nobody else is.  Beside the record, `memory.svg` shows the memory over time.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
 import os
 import random
@@ -49,9 +50,27 @@ N_SLOTS, N_CTX, CHUNK = 6, 512, 64
 CLIENTS = 10
 
 
-def resident() -> int:
-    """Return the bytes of this process that are in memory."""
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+class _Mallinfo(ctypes.Structure):
+    """``struct mallinfo2`` of glibc."""
+
+    _fields_ = (("before", ctypes.c_size_t * 7), ("uordblks", ctypes.c_size_t), ("after", ctypes.c_size_t * 2))
+
+
+@attrs.frozen
+class Memory:
+    """What this process holds, in bytes."""
+
+    resident: int
+    """In memory, as the system says."""
+    in_use: int
+    """Lent by the allocator of C, which keeps more than that; without what it maps apart."""
+
+    @classmethod
+    def now(cls) -> Memory:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        function = ctypes.CDLL(None).mallinfo2
+        function.restype = _Mallinfo
+        return cls(pages * os.sysconf("SC_PAGE_SIZE"), function().uordblks)
 
 
 @attrs.define
@@ -90,6 +109,7 @@ class Soak:
             try:
                 with trio.move_on_after(rng.choice([0.05, 0.5, 5, 30])) as scope:
                     async with self.runtime.open_session(key) as session:
+                        self.counts["opened"] += 1
                         await self.work(session, life, rng)
                         self.counts["ended"] += 1
                         same = self.replay(life) == life.digest.digest()
@@ -129,10 +149,11 @@ class Soak:
                 if event[0] == "cut":
                     return
                 result = await session.prefill(event[1], at=0)
-            self.counts[event[0]] += 1
             if event[0] == "append":
+                self.counts["decode" if len(event[1]) == 1 else "prefill"] += 1
                 life.appended(event[1], result.output)
             else:
+                self.counts["truncate"] += 1
                 life.events.append(event)
             return
         if scope.cancelled_caught:
@@ -160,7 +181,8 @@ class Soak:
 @attrs.frozen
 class Outcome:
     counts: Counter[str]
-    samples: list[int]
+    samples: list[Memory]
+    """One a second."""
     borrowed: int
     tokens_left: int
     evicted: int
@@ -171,7 +193,8 @@ class Outcome:
     def growth(self) -> float:
         """Resident memory of the last tenth over that of the second tenth, less 1."""
         tenth = max(1, len(self.samples) // 10)
-        early, late = self.samples[tenth : 2 * tenth] or self.samples, self.samples[-tenth:]
+        resident = [sample.resident for sample in self.samples]
+        early, late = resident[tenth : 2 * tenth] or resident, resident[-tenth:]
         return statistics.median(late) / statistics.median(early) - 1
 
     @property
@@ -183,7 +206,7 @@ class Outcome:
 async def soak(path: Path, seconds: float, seed: int) -> Outcome:
     engine, alone = (LlamaEngine(path, n_slots=n, n_ctx=N_CTX, threads=1) for n in (N_SLOTS, 1))
     alone.open()
-    samples: list[int] = []
+    samples: list[Memory] = []
     began = time.monotonic()
     async with open_runtime(engine, exact=True, prefill_chunk=CHUNK, idle_ttl=2) as runtime:
         it = Soak(runtime, engine, alone, began + seconds)
@@ -192,10 +215,10 @@ async def soak(path: Path, seconds: float, seed: int) -> Outcome:
                 nursery.start_soon(it.client, number, seed)
             while time.monotonic() < it.until:
                 await trio.sleep(1)
-                samples.append(resident())
+                samples.append(Memory.now())
                 runtime.check_integrity()
                 print(
-                    f"\r{time.monotonic() - began:5.0f} s of {seconds:.0f}, {resident() / 2**20:.1f} MiB,"
+                    f"\r{time.monotonic() - began:5.0f} s of {seconds:.0f}, {samples[-1].resident / 2**20:.1f} MiB,"
                     f" {it.counts['ended']} sessions ended, {it.counts['DIFFERENT']} different ",
                     end="",
                     file=sys.stderr,
@@ -217,6 +240,7 @@ async def soak(path: Path, seconds: float, seed: int) -> Outcome:
 
 
 def report(outcome: Outcome, minutes: float, seed: int) -> str:
+    happened = "\n".join(f"| {what} | {n:,} |" for what, n in sorted(outcome.counts.items()))
     tenths = [outcome.samples[i * len(outcome.samples) // 10] for i in range(10)] + outcome.samples[-1:]
     return f"""# Soak
 
@@ -229,7 +253,8 @@ Made by `python evidence/soak/soak.py --minutes {minutes:g} --seed {seed}`.
 | | |
 |---|---|
 | resident memory, last tenth over second tenth | {outcome.growth:+.2%} (at most 2 %) |
-| resident memory at each tenth, MiB | {", ".join(f"{sample / 2**20:.1f}" for sample in tenths)} |
+| resident memory at each tenth, MiB | {", ".join(f"{sample.resident / 2**20:.1f}" for sample in tenths)} |
+| of these, lent by the allocator | {", ".join(f"{sample.in_use / 2**20:.1f}" for sample in tenths)} |
 | bytes borrowed at the end | {outcome.borrowed} |
 | tokens left in all slots | {outcome.tokens_left} |
 | slots in quarantine | {outcome.quarantined} |
@@ -238,10 +263,32 @@ Made by `python evidence/soak/soak.py --minutes {minutes:g} --seed {seed}`.
 | native calls | {outcome.native_calls:,} |
 | evicted | {outcome.evicted:,} |
 
-What happened, how often: {", ".join(f"{what} {n:,}" for what, n in sorted(outcome.counts.items()))}.
+| what happened | how often |
+|---|---|
+{happened}
+
+![resident memory over time](memory.svg)
 
 All held: {"yes" if outcome.held else "NO"}.
 """
+
+
+def draw(outcome: Outcome, path: Path) -> None:
+    """Draw memory over time, with the 2 % around the second tenth."""
+    from matplotlib.figure import Figure
+
+    tenth = max(1, len(outcome.samples) // 10)
+    minutes = [number / 60 for number in range(1, len(outcome.samples) + 1)]
+    resident = [sample.resident / 2**20 for sample in outcome.samples]
+    early = statistics.median(resident[tenth : 2 * tenth] or resident)
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.subplots()
+    axes.axhspan(0.98 * early, 1.02 * early, color="tab:green", alpha=0.15, label="2 % around the second tenth")
+    axes.plot(minutes, resident, label="resident")
+    axes.plot(minutes, [sample.in_use / 2**20 for sample in outcome.samples], label="lent by the allocator")
+    axes.set(xlabel="minutes", ylabel="MiB", ylim=(0, 1.2 * max(resident)), xlim=(0, minutes[-1]))
+    axes.legend(loc="center right", frameon=False)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> int:
@@ -257,6 +304,7 @@ def main() -> int:
     text = report(outcome, arguments.minutes, arguments.seed)
     print(text)
     arguments.out.write_text(text, encoding="utf-8")
+    draw(outcome, arguments.out.with_name("memory.svg"))
     return 0 if outcome.held else 1
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from hotkv_trio import Executor, Runtime, Session
-    from hotkv_trio.llama import KVType
+    from hotkv_trio.llama import KVType, Layout
 
 N_VOCAB = 512
 
@@ -128,9 +128,18 @@ class Case:
     kv: KVType
     n_slots: int
     n_ctx: int = 768
+    layout: Layout = "streams"
 
     def engine(self) -> LlamaEngine:
-        return LlamaEngine(self.path, n_slots=self.n_slots, n_ctx=self.n_ctx, type_k=self.kv, type_v=self.kv, threads=1)
+        return LlamaEngine(
+            self.path,
+            n_slots=self.n_slots,
+            n_ctx=self.n_ctx,
+            type_k=self.kv,
+            type_v=self.kv,
+            layout=self.layout,
+            threads=1,
+        )
 
 
 def build(folder: Path, weights: str) -> Path:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+import attrs
 import pytest
 
 from hotkv_trio import open_runtime
@@ -73,6 +75,27 @@ def test_the_neighbours_tokens_move_no_bit(
     if weights == kv == "q8_0":
         for program, got in zip(programs, outputs, strict=True):
             assert are_equal(got, ScheduleTape().run(_alone, case, program, prefill_chunk))
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+@pytest.mark.parametrize("n_sessions", [4, 16])
+def test_the_neighbours_tokens_move_no_bit_in_a_shared_pool(
+    n_sessions: int, kind: Literal["f16", "q8_0"], make_case: Callable[[str, KVType, int], Case]
+) -> None:
+    """LMCache #4385, mlx-lm #965: what the unified layout promises, for one schedule; slots need not be consecutive."""
+    rng = random.Random(f"unified {n_sessions} {kind}")
+    case = attrs.evolve(make_case(kind, kind, n_sessions), layout="unified")
+    programs = [random_program(rng, first=rng.randint(1, 200), n_decodes=rng.randint(8, 24)) for _ in range(n_sessions)]
+    schedule = [rng.randrange(50) for _ in range(200)]
+    outputs, calls = run_grouped(case, programs, schedule, prefill_chunk=64)
+    slots = [[slot for slot, _ in call] for call in calls]
+    assert any(b - a > 1 for call in slots for a, b in itertools.pairwise(call)), "slots with a hole share a call"
+    for kept in rng.sample(range(n_sessions), 2):
+        others = [p if i == kept else with_other_tokens(p, rng) for i, p in enumerate(programs)]
+        moved, same_calls = run_grouped(case, others, schedule, prefill_chunk=64)
+        assert same_calls == calls
+        assert are_equal(moved[kept], outputs[kept])
+        assert not any(are_equal(moved[i], outputs[i]) for i in range(n_sessions) if i != kept)
 
 
 async def _alone(case: Case, program: Program, prefill_chunk: int) -> Outputs:
