@@ -146,7 +146,7 @@ docs: $(DOCS_READY)
 
 # Real models are those in the folder HOTKV_MODELS, if it is set.
 evidence: setup
-	@failed=0; for folder in evidence/DGR-007 evidence/shards; do \
+	@failed=0; for folder in evidence/DGR-007 evidence/shards evidence/route; do \
 		$(BIN)/python evidence/record.py $$folder || failed=1; done; exit $$failed
 
 format: setup

@@ -57,6 +57,9 @@ async def serve(
     ] = None,
     insecure: Annotated[bool, Parameter(negative=(), help="Allow plain TCP beyond this machine.")] = False,
     grace: Annotated[float, Parameter(help="Seconds that requests may take to end on SIGTERM.")] = 30.0,
+    silence: Annotated[
+        float, Parameter(help="Seconds after which a client of whom nothing comes, not even a ping, counts as gone.")
+    ] = 60.0,
     metrics: Annotated[
         str | None,
         Parameter(help="Address for /metrics, /healthz and /readyz over HTTP; whoever reaches it may read figures."),
@@ -68,7 +71,7 @@ async def serve(
     One line for each address is printed once clients are accepted there. Clients on other machines need a token, and
     TLS unless --insecure is given. What peers did wrong is logged on stderr, never what they sent.
     """
-    from hotkv_trio.serve import ShardServer, read_tokens
+    from hotkv_trio.serve import Limits, ShardServer, read_tokens
 
     _log(log)
     tokens = read_tokens(token_file)
@@ -80,7 +83,7 @@ async def serve(
             _metrics(metrics) as tell,
             _opened(engine, kv_budget=budget, idle_ttl=idle_ttl, prefill_chunk=prefill_chunk, exact=exact) as runtime,
         ):
-            server = ShardServer(runtime, tokens=tokens)
+            server = ShardServer(runtime, tokens=tokens, limits=Limits(silence_timeout=silence))
             tell(server)
             async with trio.open_nursery() as nursery:
                 with advising(_SAFE):
