@@ -153,6 +153,8 @@ async def test_closed_with_live_sessions_all_end_and_no_bytes_are_left(threaded:
             rig.limiter.total_bytes = 3 * SLOT
             outside = spawn(nursery, hold_open, rig.runtime, key("outside"))  # noqa: ASYNC111 - outlives the runtime on purpose
             await until(lambda: rig.limiter.borrowed_bytes == 3 * SLOT)
+            # It holds its slot a step before it is in its body.
+            await wait_all_tasks_blocked()
         assert rig.limiter.borrowed_bytes == 0
         assert [rig.holds(slot) for slot in range(3)] == [0, 0, 0]
         for session in (kept, served, cold):
