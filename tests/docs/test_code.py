@@ -68,6 +68,6 @@ def test_blocks_are_of_a_known_kind(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     kinds = {block.language for block in blocks_of(page)}
     assert len(re.findall(r"(?m)^```", text)) == 2 * len(blocks_of(page)), "a fence is not closed"
-    known = {"python", "sh", "console", "text", "json", "wire client", "wire server", ""}
+    known = {"python", "sh", "console", "text", "json", "ini", "dockerfile", "wire client", "wire server", ""}
     assert {kind for kind in kinds if not kind.startswith("{")} <= known
     assert text.count("<!-- not run:") == sum(block.excluded for block in blocks_of(page))
