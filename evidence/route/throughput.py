@@ -1,12 +1,10 @@
 """Tokens a second: two shards of one thread each, one process of two threads, and llama.cpp's own RPC back end.
 
-    python -m evidence.route.throughput MODEL [--sessions 4 8] [--rounds 5] [--cut 16] [--rpc-server PATH] [--json]
+    python -m evidence.route.throughput MODEL [--sessions 4 8] [--rounds 5] [--cut 15] [--rpc-server PATH] [--json]
 
-Every session has a prompt of 128 tokens and generates 32.  The kinds take turns, and what counts is the median of the
-ratios within a round.  The cut halves the work, not the layers: the last shard computes the logits
-as well, of the last token of a prompt and of each that is generated.  llama.cpp's
-RPC is driven by its own ``llama-batched-bench``, from the folder of the RPC server.  The latency of a hop is that of a
-decode on a route of two shards less that of one in this process, halved.
+Every session has a prompt of 128 tokens and generates 32. The kinds take turns, and what counts is the median of the
+ratios within a round. llama.cpp's RPC is driven by its own ``llama-batched-bench``, from the folder of the RPC server.
+The latency of a hop is a decode of one session on the route less the same decode in one process of one thread, halved.
 """
 
 from __future__ import annotations
@@ -172,7 +170,7 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--sessions", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cut", type=int, default=16, help="the layer that the second shard begins with")
+    parser.add_argument("--cut", type=int, default=15, help="the layer that the second shard begins with")
     parser.add_argument("--rpc-server", type=Path, help="llama.cpp's ggml-rpc-server")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)

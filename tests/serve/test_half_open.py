@@ -13,7 +13,7 @@ import pytest
 import trio
 import trio.testing
 
-from hotkv_trio.route import ShardAddress, open_route
+from hotkv_trio.route import ShardAddress, _hop, open_route
 from hotkv_trio.serve import ConnectionLost, Limits, open_shard_client
 from tests.serve._rig import key, open_rig, until
 
@@ -117,6 +117,22 @@ async def test_a_route_leaves_a_server_that_vanished_and_goes_on_elsewhere() -> 
         assert got == expected
         assert len(waits) == 1
         await until(lambda: rig.server.statistics().connections == 0)
+        rig.nursery.cancel_scope.cancel()
+
+
+async def test_a_route_does_not_wait_for_a_server_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there, its system answers for it, and it is stopped: as one in a debugger, or behind a dead way."""
+    monkeypatch.setattr(_hop, "_PATIENCE", 0.2)
+    async with open_rig() as rig:
+        (where,) = await rig.nursery.start(rig.server.serve, "127.0.0.1:0")
+        proxy = Proxy(where)
+        proxy.cut.set()
+        through = await rig.nursery.start(proxy.serve)
+        with pytest.raises(ConnectionLost, match=f"{through} did not say welcome within 0.2 s"):
+            async with open_route([through]):
+                pytest.fail("welcome")
+        async with open_route([where]) as route, route.open_session() as session:
+            await session.append([1, 2])
         rig.nursery.cancel_scope.cancel()
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,7 +23,6 @@ from hotkv_trio.testing import build_tiny_gguf
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
-    from pathlib import Path
 
     from hotkv_trio.route import Route
 
@@ -158,6 +158,30 @@ async def test_figures_and_logs_of_the_command(model: Path) -> None:
         process.kill()
         await process.stdout.aclose()  # noqa: ASYNC102
         await process.stderr.aclose()  # noqa: ASYNC102
+
+
+async def test_commands_show_their_certificate(model: Path) -> None:
+    certificates = Path(__file__).parent / "certificates"
+    authority = str(certificates / "ca.pem")
+    process = await trio.lowlevel.open_process(
+        [*COMMAND, "serve", str(model), *("--listen", "127.0.0.1:0", "--context", "256", "--threads", "1")]
+        + ["--certificate", str(certificates / "server.pem"), "--client-authority", authority],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    assert process.stdout is not None
+    try:
+        with trio.fail_after(60):
+            where = (await process.stdout.receive_some()).decode().split()[-1]
+            shown = ("--authority", authority, "--certificate", str(certificates / "client.pem"))
+            assert (await call("top", "--connect", where, "--looks", "1", *shown)).returncode == 0
+            assert (await call("top", "--connect", where, "--looks", "1", *shown[:2])).returncode == 2
+            prompt = ("--model", str(model), "--prompt", "ab", "--tokens", "2")
+            assert (await call("generate", "--route", where, *prompt, *shown)).returncode == 0
+    finally:
+        process.kill()
+        await process.stdout.aclose()  # noqa: ASYNC102
 
 
 async def test_serve_refuses_what_is_not_safe(model: Path) -> None:

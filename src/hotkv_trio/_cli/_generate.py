@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import ssl
 import sys
 from pathlib import Path  # ruff: ignore[typing-only-standard-library-import]
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from hotkv_trio._cli._advice import A_WHOLE_MODEL, advising
+from hotkv_trio._cli._tls import client_context
 
 if TYPE_CHECKING:
     from hotkv_trio.llama import Vocabulary
@@ -30,6 +30,9 @@ async def generate(
     ] = "exact",
     token_file: Annotated[Path | None, Parameter(help="A token to show, in a file; else that in HOTKV_TOKEN.")] = None,
     authority: Annotated[Path | None, Parameter(help="PEM file of the authority to trust: TLS.")] = None,
+    certificate: Annotated[
+        Path | None, Parameter(help="PEM file of a certificate chain and its key, where servers want one.")
+    ] = None,
     insecure: Annotated[
         bool, Parameter(negative=(), help="Allow a token to travel in plain text beyond this machine.")
     ] = False,
@@ -46,7 +49,7 @@ async def generate(
         vocabulary = Vocabulary(model)
     try:
         shown = read_tokens(token_file)
-        context = None if authority is None else ssl.create_default_context(cafile=str(authority))
+        context = client_context(authority, certificate)
         shards = [
             ShardAddress(where=where, token=shown[0] if shown else None, ssl_context=context, insecure=insecure)
             for where in route

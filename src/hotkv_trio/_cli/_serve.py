@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import ssl
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path  # ruff: ignore[typing-only-standard-library-import]
@@ -17,6 +16,7 @@ from rich.console import Console
 from hotkv_trio._cli._advice import A_WHOLE_MODEL, advising
 from hotkv_trio._cli._arguments import ModelFile, OptionalLayerRange, TypeK, TypeV, parse_layers
 from hotkv_trio._cli._output import plain
+from hotkv_trio._cli._tls import server_context
 from hotkv_trio._errors import InvalidInput
 from hotkv_trio._nursery import open_body_nursery
 from hotkv_trio._runtime import open_runtime
@@ -75,7 +75,7 @@ async def serve(
 
     _log(log)
     tokens = read_tokens(token_file)
-    context_of_tls = _tls(certificate, client_authority)
+    context_of_tls = server_context(certificate, client_authority)
     engine = _engine(file, layers, sessions, context, (cast("KVType", type_k), cast("KVType", type_v)), threads)
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         # Before the model is loaded, which may take long: who asks is told that it is alive, and not ready.
@@ -161,15 +161,3 @@ def _engine(
         type_v=types[1],
         threads=threads,
     )
-
-
-def _tls(certificate: Path | None, client_authority: Path | None) -> ssl.SSLContext | None:
-    if certificate is None:
-        return None
-    with advising("a PEM file that holds the certificate chain and its key"):
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        context.load_cert_chain(certificate)
-        if client_authority is not None:
-            context.verify_mode = ssl.CERT_REQUIRED
-            context.load_verify_locations(client_authority)
-    return context

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 from contextlib import AsyncExitStack
 from pathlib import Path  # ruff: ignore[typing-only-standard-library-import]
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +15,7 @@ from rich.text import Text
 
 from hotkv_trio._cli._advice import advising
 from hotkv_trio._cli._output import columns_table, plain, rounded_size
+from hotkv_trio._cli._tls import client_context
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,6 +42,9 @@ async def top(
     looks: Annotated[int | None, Parameter(help="How often to look; else until interrupted.")] = None,
     token_file: Annotated[Path | None, Parameter(help="A token to show, in a file; else that in HOTKV_TOKEN.")] = None,
     authority: Annotated[Path | None, Parameter(help="PEM file of the authority to trust: TLS.")] = None,
+    certificate: Annotated[
+        Path | None, Parameter(help="PEM file of a certificate chain and its key, where servers want one.")
+    ] = None,
     insecure: Annotated[
         bool, Parameter(negative=(), help="Allow a token to travel in plain text beyond this machine.")
     ] = False,
@@ -50,7 +53,7 @@ async def top(
     from hotkv_trio.serve import open_shard_client, read_tokens
 
     shown = read_tokens(token_file)
-    context = None if authority is None else ssl.create_default_context(cafile=str(authority))
+    context = client_context(authority, certificate)
     with advising("an address that hotkv-trio serve printed, and the same token"):
         async with AsyncExitStack() as stack:
             clients = [

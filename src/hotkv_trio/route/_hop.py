@@ -10,6 +10,7 @@ import trio
 from hotkv_trio._errors import InvalidInput
 from hotkv_trio._runtime import Runtime
 from hotkv_trio.serve._client import ShardClient, open_shard_client
+from hotkv_trio.serve._errors import ConnectionLost
 
 if TYPE_CHECKING:
     import ssl
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from hotkv_trio._recipe import CacheRecipe
     from hotkv_trio._session import StepResult
     from hotkv_trio.serve._tensors import HiddenDtype
+
+
+_PATIENCE = 10.0
+"""Seconds from a call to its welcome."""
 
 
 @attrs.frozen(kw_only=True)
@@ -142,7 +147,12 @@ class _DialledHop:
     async def _connected(self) -> ShardClient:
         async with self._dialling:
             if self._client is None or self._client.lost:
-                client: ShardClient = await self._nursery.start(self._hold)
+                client: ShardClient | None = None
+                # A machine that is gone, or a process that is stopped, does not even refuse.
+                with trio.move_on_after(_PATIENCE):
+                    client = await self._nursery.start(self._hold)
+                if client is None:
+                    raise ConnectionLost(f"{self._address.where} did not say welcome within {_PATIENCE:g} s")
                 # What comes back in its place must mean the same by what it caches.
                 self._client, self._recipe = client, client.recipe
             return self._client
