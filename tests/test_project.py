@@ -44,7 +44,9 @@ OURS_OUTSIDE_CORE = tuple(f"hotkv_trio.{room}" for room in ("llama", "serve", "r
 FORBIDDEN = {
     "state": ("trio", *NATIVE, *OURS_OUTSIDE_CORE),
     "core": (*NATIVE, *OURS_OUTSIDE_CORE),
-    "llama": tuple(f"hotkv_trio.{room}" for room in ("serve", "route", "ray", "testing", "_cli", "_runtime", "_session")),
+    "llama": tuple(
+        f"hotkv_trio.{room}" for room in ("serve", "route", "ray", "testing", "_cli", "_runtime", "_session")
+    ),
     "serve": (*NATIVE, "hotkv_trio.ray", "hotkv_trio.testing", "hotkv_trio._cli"),
     "route": (*NATIVE, "hotkv_trio.ray", "hotkv_trio.testing", "hotkv_trio._cli"),
     "ray": (*NATIVE, "hotkv_trio.testing", "hotkv_trio._cli"),

@@ -1,12 +1,13 @@
 """The Engine protocol: what the core needs of whatever holds the KV, and what is true after each outcome.
 
 The core calls an engine from one thread only, one call at a time, in this order: ``open`` once; then ``process``,
-``truncate``, ``clear`` and ``length`` in any order; then ``close`` once (also after a failed ``open``).  An engine
-needs no lock.
+``truncate``, ``clear``, ``move`` and ``length`` in any order; then ``close`` once (also after a failed ``open``).  An
+engine needs no lock.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import attrs
@@ -52,6 +53,8 @@ class EngineInfo:
     n_output: int
     """Width of an output row: the model's vocabulary on a shard that owns the last layer, else its hidden width."""
     memory: Memory
+    move_cost: float = math.inf
+    """What ``move`` costs, in the time of one native call's fixed part; infinity: it is never called."""
     layers: tuple[int, int]
     """First layer owned, and one past the last."""
     layer_count: int
@@ -131,6 +134,16 @@ class Engine(Protocol):
 
         Raises:
             EngineFailed: the slot is not clean; the core quarantines it, and tries again later.
+        """
+        ...
+
+    def move(self, source: int, target: int) -> None:
+        """Make the empty slot ``target`` hold exactly what ``source`` holds, and empty ``source``.
+
+        Called only where ``move_cost`` is finite.  No later row depends on which of the two slots holds it.
+
+        Raises:
+            EngineFailed: both slots' contents mean nothing any more.
         """
         ...
 

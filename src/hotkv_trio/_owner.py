@@ -40,18 +40,31 @@ class Executor(Protocol):
         ...
 
 
-async def call(executor: Executor, job: Callable[[], T]) -> T:
-    """Run ``job`` and return or raise what it did.  It is waited for also by a cancelled task: it cannot be undone."""
+async def call(executor: Executor, job: Callable[[], T], then: Callable[[outcome.Outcome[T]], None] | None = None) -> T:
+    """Run ``job`` and return or raise what it did.  It is waited for also by a cancelled task: it cannot be undone.
+
+    Args:
+        executor: where it runs.
+        job: what is run.
+        then: is told first, in the trio thread, one pass of trio's loop before this task; it must not raise.
+    """
     task = trio.lowlevel.current_task()
     result: list[outcome.Outcome[T]] = []
 
     def done(what: outcome.Outcome[T]) -> None:
+        if then is not None:
+            then(what)
         result.append(what)
         trio.lowlevel.reschedule(task)
 
     executor.submit(job, done)
     await trio.lowlevel.wait_task_rescheduled(lambda _: trio.lowlevel.Abort.FAILED)
     return result.pop().unwrap()
+
+
+def error_of(result: outcome.Outcome[Any]) -> BaseException | None:
+    """Return what a job raised, or None."""
+    return getattr(result, "error", None)
 
 
 @final

@@ -106,6 +106,18 @@ class Plan:
         if queue.get(work.slot) is work:
             del queue[work.slot]
 
+    def move(self, source: int, target: int) -> None:
+        """Note that what is queued for one slot is for another now."""
+        for queue in (self._decodes, self._prefills):
+            if (work := queue.pop(source, None)) is not None:
+                work.slot = target
+                queue[target] = work
+
+    @property
+    def decoding(self) -> list[int]:
+        """The slots that have a decode queued, in order."""
+        return sorted(self._decodes)
+
     def decodes(self) -> list[Call]:
         """Return the decode calls of a round: groups of slots that can go together, one kind of data each."""
         calls: list[Call] = []

@@ -12,13 +12,15 @@ import math
 import os
 import secrets
 from collections import Counter
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import attrs
+import outcome
 import trio
 
+from hotkv_trio._compaction import Compaction
 from hotkv_trio._directory import Directory, Entry
 from hotkv_trio._errors import (
     BudgetExceeded,
@@ -33,17 +35,15 @@ from hotkv_trio._isolation import MOST_SLOTS, IsolationReport, prove
 from hotkv_trio._keys import SessionKey
 from hotkv_trio._limiter import KVLimiter
 from hotkv_trio._nursery import open_body_nursery, protected_context, start_service
-from hotkv_trio._owner import Executor, OwnerThread, call
+from hotkv_trio._owner import Executor, OwnerThread, call, error_of
 from hotkv_trio._plan import Plan
 from hotkv_trio._recipe import CacheRecipe
-from hotkv_trio._scheduler import Scheduler, clear
+from hotkv_trio._scheduler import Scheduler, clear, move
 from hotkv_trio._session import Session, Tenancy
 from hotkv_trio._statistics import RuntimeStatistics
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Generator
-
-    import outcome
 
     from hotkv_trio._engine import Engine, EngineInfo
     from hotkv_trio._slots import Claim
@@ -83,7 +83,11 @@ class Runtime:
             ),
             count_hot=self._count_hot,
             make_room=self._make_room,
+            compact=self._compact,
         )
+        alone = options.exact or info.recipe.layout == "unified"
+        self._compaction = Compaction(info.n_slots, math.inf if alone else info.move_cost)
+        self._moves = 0
         self._limiter._make_room = self._scheduler.want_room
         self._exact = options.exact
         self._impatient: set[Tenancy] = set()
@@ -133,6 +137,7 @@ class Runtime:
             borrowed_bytes=self._limiter.borrowed_bytes,
             tombstones=self._directory.tombstones,
             native_calls=self._scheduler.native_calls,
+            moves=self._moves,
             tokens_prefilled=self._scheduler.tokens_prefilled,
             tokens_decoded=self._scheduler.tokens_decoded,
             **{name: self._counts[name] for name in _COUNTED},
@@ -420,6 +425,54 @@ class Runtime:
             for slot in self._ledger.quarantined:
                 self._retry(slot)
 
+    async def _compact(self) -> None:  # noqa: ASYNC910
+        """Bring the slots of the sessions that wait with a decode together, if that pays."""
+        plan = self._scheduler.plan
+        working = plan.decoding
+        if not self._compaction.note(working):
+            return  # noqa: ASYNC910
+        idle = [
+            session._require_slot()
+            for session in (entry.session for entry in self._directory.entries)
+            if session.hot and not session._operations
+        ]
+        for source, target in self._compaction.moves(working, idle, self._ledger.free):
+            if not await self._move(source, target):
+                return
+
+    async def _move(self, source: int, target: int) -> bool:  # noqa: ASYNC910
+        """Move a session to a free slot; return whether that was done."""
+        tenancy = self._movable(source)
+        if tenancy is None or not self._ledger.can_move(tenancy.claim, target):
+            return False  # noqa: ASYNC910
+        session = tenancy.session
+        left = Tenancy(session)
+        left.claim = self._ledger.move(tenancy.claim, target, left)
+        self._clearing.add(left)
+        self._scheduler.plan.move(source, target)
+        moved: list[bool] = []
+
+        def settle(result: outcome.Outcome[bool]) -> None:
+            self._cleared(left, result)
+            if isinstance(result, outcome.Value) and result.value:
+                moved.append(True)
+                self._moves += 1
+            elif session._tenancy is tenancy:
+                logger.error("session %s was lost in a move from slot %d to slot %d", session.key, source, target)
+                self._cool(session._entry, MissReason.FAILED)
+
+        with suppress(Exception):
+            await call(self._executor, partial(move, self._engine, source, target), settle)
+        return bool(moved)
+
+    def _movable(self, slot: int) -> Tenancy | None:
+        """Return the tenancy of the slot, if nothing but a queued decode counts on where it is."""
+        for entry in self._directory.entries:
+            tenancy = entry.session._tenancy
+            if tenancy is not None and tenancy.claim.granted and tenancy.slot == slot:
+                return tenancy if slot in self._scheduler.plan.decoding or not entry.session._operations else None
+        return None
+
     def _cool(self, entry: Entry[Session], reason: MissReason) -> None:
         """Make a session cold; one that the runtime keeps ends, as its scope would never end otherwise."""
         session = entry.session
@@ -470,10 +523,10 @@ class Runtime:
         self._clearing.add(tenancy)
         self._executor.submit(partial(clear, self._engine, tenancy.slot), partial(self._cleared, tenancy))
 
-    def _cleared(self, tenancy: Tenancy, result: outcome.Outcome[None]) -> None:
+    def _cleared(self, tenancy: Tenancy, result: outcome.Outcome[Any]) -> None:
         """Let a slot be lent again, now that no native call names it and it is empty; or put it into quarantine."""
         self._clearing.discard(tenancy)
-        dirty = _error_of(result)
+        dirty = error_of(result)
         if dirty is not None:
             logger.error("slot %d cannot be emptied and is quarantined: %s", tenancy.slot, dirty)
             self._quarantine(tenancy.slot, _FIRST_RETRY)
@@ -494,7 +547,7 @@ class Runtime:
             self._executor.submit(partial(clear, self._engine, slot), partial(self._retried, slot, delay))
 
     def _retried(self, slot: int, delay: float, result: outcome.Outcome[None]) -> None:
-        if _error_of(result) is not None:
+        if error_of(result) is not None:
             self._quarantine(slot, min(2 * delay, _LAST_RETRY))
             return
         del self._retries[slot]
@@ -699,10 +752,6 @@ def _advance(proof: Generator[None, None, IsolationReport]) -> IsolationReport |
         report: IsolationReport = stop.value
         return report
     return None
-
-
-def _error_of(result: outcome.Outcome[Any]) -> BaseException | None:
-    return getattr(result, "error", None)
 
 
 def _is_count(value: Any) -> bool:

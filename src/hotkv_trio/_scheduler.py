@@ -15,10 +15,10 @@ import outcome
 import trio
 
 from hotkv_trio._errors import EngineFailed, HotKVError, InvalidInput, RuntimeClosed
-from hotkv_trio._owner import Executor, call
+from hotkv_trio._owner import Executor, call, error_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from hotkv_trio._engine import Append, Engine, Rows
     from hotkv_trio._plan import Call, Plan, Work
@@ -91,6 +91,23 @@ def clear(engine: Engine, slot: int) -> None:
         raise EngineFailed(None, f"slot {slot} holds {left} tokens after it was cleared")
 
 
+def move(engine: Engine, source: int, target: int) -> bool:
+    """Move one slot's contents (on the owner thread); return whether the other holds them now.
+
+    Raises:
+        EngineFailed: the slot that they come from cannot be proven clean.
+    """
+    try:
+        held = engine.length(source)
+        engine.move(source, target)
+        moved = engine.length(target) == held and not engine.length(source)
+    except Exception:  # noqa: BLE001 - whatever an engine raises, one session is lost and its neighbours go on
+        moved = False
+    if not moved:
+        clear(engine, source)
+    return moved
+
+
 def cut(engine: Engine, slot: int, length: int) -> bool:
     """Truncate (on the owner thread); a failure counts as a slot that could not be cut."""
     try:
@@ -110,6 +127,8 @@ class Scheduler:
     """How many sessions could have work queued."""
     make_room: Callable[[], None]
     """Evicts what is needed; called when idle sessions are truly idle."""
+    compact: Callable[[], Awaitable[None]]
+    """Brings the slots of the sessions that wait with a decode together, if that pays; called where they are not."""
     native_calls: int = attrs.field(default=0, init=False)
     tokens_prefilled: int = attrs.field(default=0, init=False)
     tokens_decoded: int = attrs.field(default=0, init=False)
@@ -161,8 +180,11 @@ class Scheduler:
             if self._room_wanted:
                 self._room_wanted = False
                 self.make_room()
+            if len(decodes := self.plan.decodes()) > 1:
+                await self.compact()
+                decodes = self.plan.decodes()
             previous = set()
-            for planned in self.plan.decodes():
+            for planned in decodes:
                 previous.update(work.slot for work in planned.works)
                 await self._step(planned)
             chunk = self.plan.prefill()
@@ -181,40 +203,46 @@ class Scheduler:
             quiet = 0 if self.plan.arrivals != seen else quiet + 1
 
     async def _step(self, planned: Call) -> None:
-        if not self.plan.begin(planned):
-            return  # noqa: ASYNC910
-        starts = [work.start for work in planned.works]
-        try:
-            result = await call(self.executor, partial(process, self.engine, planned.group, starts))
-        except BaseException as exc:
+        if self.plan.begin(planned):
+            starts = [work.start for work in planned.works]
+            # Who waits for the result is answered while this task is still asleep: that spares a pass of trio's loop.
+            await call(
+                self.executor, partial(process, self.engine, planned.group, starts), partial(self._settle, planned)
+            )
+
+    def _settle(self, planned: Call, result: outcome.Outcome[list[Rows] | Failure]) -> None:
+        """Answer those whose work a native call has ended, and queue again what is left of the other."""
+        if not isinstance(result, outcome.Value):
             # Not an error of the engine's but an end of its thread (SystemExit, say): nothing is served any more.
+            error = error_of(result)
             for work in planned.works:
-                work.running = False
-                work.owner.error = RuntimeClosed(f"{type(exc).__name__} in a native call: {exc}")
-                work.owner.kept = False
-                self._answer(work.owner)
-            raise
-        self.native_calls += 1
-        if isinstance(result, Failure):
-            for work, kept in zip(planned.works, result.kept, strict=True):
-                work.running = False
-                ticket: Ticket = work.owner
-                ticket.kept = kept
-                # A copy for each: one error raised in several tasks would gather all their tracebacks.
-                ticket.error = ticket.error or attrs.evolve(result.error)
-                self._answer(ticket)
+                what = f"{type(error).__name__} in a native call: {error}"
+                self._refuse(work, RuntimeClosed(what), kept=False)
             return
-        complete = self.plan.finish(planned, result)
+        self.native_calls += 1
+        came: list[Rows] | Failure = result.value
+        if isinstance(came, Failure):
+            for work, kept in zip(planned.works, came.kept, strict=True):
+                # A copy for each: one error raised in several tasks would gather all their tracebacks.
+                self._refuse(work, work.owner.error or attrs.evolve(came.error), kept=kept)
+            return
+        complete = self.plan.finish(planned, came)
         for work in planned.works:
             if work.is_single:
                 self.tokens_decoded += 1
             else:
                 self.tokens_prefilled += planned.n_tokens
-            ticket = work.owner
+            ticket: Ticket = work.owner
             if work in complete or ticket.error is not None or ticket.raise_cancel is not None:
                 self._answer(ticket)
             else:
                 self.plan.add(work)
+
+    def _refuse(self, work: Work, error: HotKVError, *, kept: bool) -> None:
+        work.running = False
+        ticket: Ticket = work.owner
+        ticket.error, ticket.kept = error, kept
+        self._answer(ticket)
 
     def _answer(self, ticket: Ticket) -> None:
         trio.lowlevel.reschedule(ticket.task, outcome.Value(None))

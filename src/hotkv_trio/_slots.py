@@ -11,6 +11,8 @@ The rules, in full:
 4. A borrower has one claim at a time, waiting or granted.
 5. A slot is free, lent, or quarantined.  The lowest free one is lent, which keeps slots in use next to each other.
 6. A slot that its borrower is done with stays lent until it has been emptied (`begin_clearing`, then `give_back`).
+7. A tenant may be moved to a free slot while nobody waits.  Both slots and their bytes are lent until the old one has
+   been emptied.
 """
 
 from __future__ import annotations
@@ -67,6 +69,11 @@ class Ledger:
         return len(self._free)
 
     @property
+    def free(self) -> list[int]:
+        """The slots that could be lent now."""
+        return sorted(self._free)
+
+    @property
     def lent_slots(self) -> int:
         """Slots lent now."""
         return self.n_slots - len(self._free) - len(self.quarantined)
@@ -120,6 +127,29 @@ class Ledger:
     def begin_clearing(self, claim: Claim) -> None:
         """Note that a granted claim's slot is being emptied; only `give_back` ends the claim from now on."""
         claim.clearing = True
+
+    def can_move(self, claim: Claim, slot: int) -> bool:
+        """Whether the tenant of a granted claim may be moved to the slot now."""
+        return not self.waiting and not claim.clearing and slot in self._free and claim.nbytes <= self.available_bytes
+
+    def move(self, claim: Claim, slot: int, leaver: Hashable) -> Claim:
+        """Move the tenant of a granted claim to a free slot.
+
+        Returns:
+            The claim of ``leaver`` for the slot left behind, which is being emptied.
+
+        Raises:
+            RuntimeError: it may not be moved there now.
+        """
+        if not self.can_move(claim, slot):
+            raise RuntimeError(f"{claim} cannot be moved to slot {slot}")
+        left = Claim(leaver, claim.nbytes, with_slot=True, granted=True, clearing=True, slot=claim.slot)
+        self.granted[leaver] = left
+        self.borrowed_bytes += left.nbytes
+        self._free.remove(slot)
+        heapq.heapify(self._free)
+        claim.slot = slot
+        return left
 
     def give_back(self, borrower: Hashable, *, quarantine: bool = False) -> list[Claim]:
         """End a granted claim.  A slot that cannot be proven clean goes into quarantine instead of being lent again.

@@ -55,6 +55,8 @@ class RuntimeStatistics:
     tombstones: int
     """Ids remembered without a live session."""
     native_calls: int
+    moves: int
+    """Times that a session's KV was moved to another slot, so that working sessions' slots are consecutive."""
     tokens_prefilled: int
     tokens_decoded: int
     opened: int

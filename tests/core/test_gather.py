@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import pytest
@@ -216,7 +217,7 @@ async def test_decodes_go_before_prefills_that_came_earlier() -> None:
 
 
 async def test_one_failed_group_leaves_the_other_groups_of_the_step() -> None:
-    async with open_rig(FakeEngine(n_slots=4)) as rig:
+    async with open_rig(FakeEngine(n_slots=4, move_cost=math.inf)) as rig:
         sessions = await open_all(rig, 4)
         await sessions[2].aclose()
         rig.executor.hold()

@@ -72,6 +72,7 @@ async def test_runtime_statistics_count_everything() -> None:
             borrowed_bytes=0,
             tombstones=0,
             native_calls=0,
+            moves=0,
             tokens_prefilled=0,
             tokens_decoded=0,
             opened=0,

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -185,6 +186,44 @@ class EngineContract:
                 assert np.allclose(after, again, rtol=1e-2, atol=1e-2)
             else:
                 assert np.array_equal(after, again)
+
+    def test_a_move_changes_no_bit(self) -> None:
+        with self.opened() as bench:
+            if math.isinf(bench.info.move_cost):
+                return
+            first, last = bench.slots[0], bench.slots[-1]
+            stories = []
+            for moves in (False, True):
+                rows = [bench.append(first, 4)]
+                if moves:
+                    bench.engine.move(first, last)
+                held = last if moves else first
+                rows += [bench.append(held, 1, seed=5), bench.append(held, 3, seed=6, output="all")]
+                if moves:
+                    bench.engine.move(last, first)
+                assert [bench.engine.length(slot) for slot in (first, last)] == [8, 0]
+                rows.append(bench.append(first, 1, seed=7))
+                bench.engine.clear(first)
+                stories.append(rows)
+            assert _same(*stories)
+
+    def test_a_move_leaves_nothing_behind_and_its_neighbours_alone(self) -> None:
+        with self.opened() as bench:
+            if math.isinf(bench.info.move_cost) or bench.info.n_slots < 3:
+                return
+            as_new = bench.story(0)
+            bench.append(1, 4, seed=1)
+            bench.append(0, 4)
+            bench.engine.move(0, 2)
+            # The new tenant writes to its cells before the mover's next call.
+            assert _same(as_new, bench.story(0))
+            moved, neighbour = bench.append(2, 1, seed=5), bench.append(1, 1, seed=5)
+            bench.engine.clear(1)
+            bench.engine.clear(2)
+            bench.append(1, 4)
+            bench.append(2, 4, seed=1)
+            assert np.array_equal(moved, bench.append(1, 1, seed=5))
+            assert np.array_equal(neighbour, bench.append(2, 1, seed=5))
 
     def test_a_slot_takes_all_the_tokens_that_it_says(self) -> None:
         with self.opened() as bench:

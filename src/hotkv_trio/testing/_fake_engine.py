@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from hotkv_trio._engine import Append, Memory, Rows
 
-Method: TypeAlias = Literal["open", "process", "truncate", "clear"]
+Method: TypeAlias = Literal["open", "process", "truncate", "clear", "move"]
 
 
 @attrs.define(eq=False)
@@ -47,6 +47,7 @@ class FakeEngine:
         memory: the kind of memory it plays: ``sliding`` cuts back at most ``n_swa`` tokens, ``recurrent`` and
             ``hybrid`` none.
         n_swa: width of the sliding window.
+        move_cost: what moving a session to another slot counts as, in native calls; infinity: it cannot be.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class FakeEngine:
         max_batch_tokens: int = 512,
         memory: Memory = "attention",
         n_swa: int = 0,
+        move_cost: float = 1.0,
     ) -> None:
         self._info = EngineInfo(
             n_slots=n_slots,
@@ -72,6 +74,7 @@ class FakeEngine:
             n_embd=n_embd,
             n_output=n_vocab or n_embd,
             memory=memory,
+            move_cost=move_cost,
             layers=(0, 2) if n_vocab else (2, 4),
             layer_count=2 if n_vocab else 4,
             recipe=CacheRecipe(
@@ -104,13 +107,16 @@ class FakeEngine:
         """What the core did that it may not do."""
         self.calls: list[tuple[Append, ...]] = []
         """Every group that `process` was given, also when it failed."""
+        self.moves: list[tuple[int, int]] = []
+        """The two slots of every `move`, also when it failed."""
         self.opened: bool = False
         self.closed: bool = False
 
     def fail(self, method: Method, *errors: BaseException | None) -> None:
         """Make the next calls of ``method`` raise these, one each; None lets one succeed.
 
-        A failing `process` has appended half of what it was given, as llama.cpp may have.
+        A failing `process` has appended half of what it was given, as llama.cpp may have; a failing `move` has copied
+        half.
         """
         self._failures[method].extend(errors)
 
@@ -172,6 +178,21 @@ class FakeEngine:
         try:
             self._fail_if_told("clear")
             self._slots[slot] = _Slot()
+        finally:
+            self._inside.release()
+
+    def move(self, source: int, target: int) -> None:
+        """See `hotkv_trio.Engine.move`."""
+        self._enter()
+        try:
+            self.moves.append((source, target))
+            if self._slots[target].states or source == target:
+                self._violated(f"slot {source} moved to slot {target}, which is not empty")
+            if (error := self._next_failure("move")) is not None:
+                half = self._slots[source].states
+                self._slots[target] = _Slot(half[: len(half) // 2], spoilt=True)
+                raise error
+            self._slots[target] = self._slots.pop(source, _Slot())
         finally:
             self._inside.release()
 

@@ -140,6 +140,9 @@ class _Recorder:
     def clear(self, slot: int) -> None:
         self.inner.clear(slot)
 
+    def move(self, source: int, target: int) -> None:
+        self.inner.move(source, target)
+
     def length(self, slot: int) -> int:
         return self.inner.length(slot)
 

@@ -144,7 +144,8 @@ class StepInvariants(trio.abc.Instrument):
             newest = self._newest.get(index, -1)
             _require(key.route_epoch >= newest, f"{key} is live, though epoch {newest} was seen")
             self._newest[index] = key.route_epoch
-            if inline and session.hot and not session._operations and session._tenancy is not None:
+            moving = any(left.session is session for left in runtime._clearing)
+            if inline and session.hot and not (moving or session._operations) and session._tenancy is not None:
                 held = runtime._engine.length(session._tenancy.slot)
                 _require(held == session.length, f"{session!r} rests, but the engine holds {held} tokens for it")
 

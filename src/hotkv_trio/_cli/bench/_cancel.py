@@ -148,6 +148,9 @@ class _Timed:
     def clear(self, slot: int) -> None:
         self._engine.clear(slot)
 
+    def move(self, source: int, target: int) -> None:
+        self._engine.move(source, target)
+
     def length(self, slot: int) -> int:
         return self._engine.length(slot)
 

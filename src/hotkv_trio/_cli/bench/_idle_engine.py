@@ -76,6 +76,10 @@ class IdleEngine:
         """See `hotkv_trio.Engine.clear`."""
         self._lengths[slot] = 0
 
+    def move(self, source: int, target: int) -> None:
+        """See `hotkv_trio.Engine.move`."""
+        self._lengths[target], self._lengths[source] = self._lengths[source], 0
+
     def length(self, slot: int) -> int:
         """See `hotkv_trio.Engine.length`."""
         return self._lengths[slot]

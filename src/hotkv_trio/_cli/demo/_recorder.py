@@ -85,6 +85,12 @@ class Recorder:
         """See `hotkv_trio.Engine.clear`."""
         self._engine.clear(slot)
 
+    def move(self, source: int, target: int) -> None:
+        """See `hotkv_trio.Engine.move`."""
+        if (event := self._awaited.pop(source, None)) is not None:
+            self._awaited[target] = event
+        self._engine.move(source, target)
+
     def length(self, slot: int) -> int:
         """See `hotkv_trio.Engine.length`."""
         return self._engine.length(slot)
