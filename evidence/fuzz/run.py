@@ -29,7 +29,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hotkv_trio.llama import LlamaEngine
 from hotkv_trio.testing import Program, ReplayOracle, build_tiny_gguf, run_program
 from hotkv_trio.testing.programs import Fail
-from hotkv_trio.testing.strategies import programs
+from hotkv_trio.testing.strategies import moving_programs, programs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,7 +112,9 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     tally, start = Tally(), time.perf_counter()
     if asked.kind == "fake":
-        fuzz(programs(), run_program, asked.programs, asked.seed, tally)
+        moving = asked.programs // 10
+        fuzz(programs(), run_program, asked.programs - moving, asked.seed, tally)
+        fuzz(moving_programs(), run_program, moving, asked.seed, tally)
     else:
         fuzz_llama(asked.programs, asked.seed, tally)
     result = {

@@ -264,7 +264,32 @@ FAULTS = [
     Fault(
         "a group takes slots that are not next to each other",
         "_plan.py",
-        "                and last[-1].slot + 1 == work.slot\n",
+        "(self.scattered or last[-1].slot + 1 == work.slot)",
+        "True",
+    ),
+    Fault(
+        "work queued for a session that is moved goes to its old slot",
+        "_plan.py",
+        "                work.slot = target\n",
+        "",
+    ),
+    Fault(
+        "the slot that a session is moved from is lent before the move is made",
+        "_slots.py",
+        "        claim.slot = slot\n        return left",
+        "        heapq.heappush(self._free, claim.slot)\n        left.slot = None\n        claim.slot = slot\n"
+        "        return left",
+    ),
+    Fault(
+        "a move that failed is taken for done",
+        "_runtime.py",
+        "            if isinstance(result, outcome.Value) and result.value:",
+        "            if isinstance(result, outcome.Value):",
+    ),
+    Fault(
+        "a move that failed leaves the old slot as it is",
+        "_scheduler.py",
+        "    if not moved:\n        clear(engine, source)\n",
         "",
     ),
     Fault(

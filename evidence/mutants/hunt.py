@@ -49,6 +49,7 @@ def fuzz() -> dict[str, Any] | None:
         test_programs.test_engines_that_fail,
         test_programs.test_every_program_under_every_schedule,
         test_programs.test_budgets_that_move,
+        test_programs.test_sessions_that_are_moved,
     ):
         try:
             test()

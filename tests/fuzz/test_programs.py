@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 
 from hotkv_trio.testing import Program, run_program
 from hotkv_trio.testing import programs as p
-from hotkv_trio.testing.strategies import programs
+from hotkv_trio.testing.strategies import moving_programs, programs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,6 +95,12 @@ def test_engines_that_fail(program: Program) -> None:
 @settings(FUZZ, max_examples=150)
 @given(programs(slots=[2, 3], weights={p.SetBudget: 10, p.Sleep: 20, p.Fail: 0, p.Stall: 0, p.Truncate: 0}))
 def test_budgets_that_move(program: Program) -> None:
+    run_program(program)
+
+
+@settings(FUZZ, max_examples=250)
+@given(moving_programs())
+def test_sessions_that_are_moved(program: Program) -> None:
     run_program(program)
 
 

@@ -61,7 +61,7 @@ class FakeEngine:
         max_batch_tokens: int = 512,
         memory: Memory = "attention",
         n_swa: int = 0,
-        move_cost: float = 1.0,
+        move_cost: float = 0.1,
     ) -> None:
         self._info = EngineInfo(
             n_slots=n_slots,

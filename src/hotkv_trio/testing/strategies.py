@@ -119,7 +119,7 @@ def operations(
         SetBudget: st.builds(SetBudget, slots=st.sampled_from([2, 1, 0, 3, 1, 0])),
         Fail: st.builds(
             Fail,
-            method=st.sampled_from(["process", "process", "truncate", "clear"]),
+            method=st.sampled_from(["process", "process", "truncate", "clear", "move"]),
             times=st.integers(1, 2),
             after=st.integers(0, 3),
         ),
@@ -136,7 +136,7 @@ def programs(
     draw: st.DrawFn,
     *,
     memories: Sequence[Memory] = ("attention", "attention", "sliding", "recurrent"),
-    slots: Sequence[int] = (1, 2, 3),
+    slots: Sequence[int] = (1, 2, 3, 5),
     max_clients: int = 4,
     max_operations: int = 10,
     exact: bool | None = None,
@@ -166,6 +166,14 @@ def programs(
         chunk=draw(st.integers(1, 4)),
         ttl=draw(st.sampled_from([None, 2.0])),
         exact=draw(st.booleans()) if exact is None else exact,
+    )
+
+
+def moving_programs() -> st.SearchStrategy[Program]:
+    """Draw programs in which sessions are moved to other slots, which is rare among all programs."""
+    never = dict.fromkeys((SetBudget, Truncate, Restart, Sleep, Pause, Aclose), 0)
+    return programs(
+        slots=[5], names="abcd", memories=["attention"], exact=False, weights={**never, Decode: 30, Open: 1, Fail: 4}
     )
 
 

@@ -31,7 +31,8 @@ async def measure_ragged(setting: Setting) -> Findings:
     steps = _LASTING_STEPS if sizes.rounds > 2 else _STAY
     rounds = max(1, sizes.rounds // 2)
     setting.progress.begin("ragged: some of the hot sessions active", rounds)
-    async with open_bench(setting, n_slots=sizes.hot, n_ctx=START + steps) as bench:
+    # One slot more than hot sessions: somebody must be able to step aside.
+    async with open_bench(setting, n_slots=sizes.hot + 1, n_ctx=START + steps) as bench:
         turns = _Turns(bench, await bench.sessions(sizes.hot), active, steps)
         samples = await take_turns(
             {consecutive: turns.consecutive, LASTING: turns.lasting, CHANGING: turns.changing},
@@ -47,6 +48,7 @@ async def measure_ragged(setting: Setting) -> Findings:
             "of consecutive": Spread.of(ratios),
             "lowest": min(ratios),
             "native calls a step": Spread.of(turns.calls[name]),
+            "moves a turn": Spread.of(turns.moves[name]),
         })
     lasting, changing = rows[1:]
     bars = [
@@ -56,7 +58,8 @@ async def measure_ragged(setting: Setting) -> Findings:
     return Findings(
         suite="ragged",
         title=f"{active} of {sizes.hot} hot sessions active",
-        caption=f"A choice lasts {steps} steps, and each turn makes another; where sessions join and leave, one does"
+        caption="There is one slot more than hot sessions, so that one can step aside; the turn's moves are in its time."
+        f" A choice lasts {steps} steps, and each turn makes another; where sessions join and leave, one does"
         f" every {_STAY} steps.",
         rows=rows,
         bars=bars,
@@ -72,9 +75,13 @@ class _Turns:
         self._random = random.Random(0)  # ruff: ignore[suspicious-non-cryptographic-random-usage]
         self.calls: dict[str, list[float]] = {}
         """Native calls a step, of each turn."""
+        self.moves: dict[str, list[float]] = {}
 
     async def consecutive(self) -> float:
-        return await self._take(f"{self._active} consecutive slots", [self._sessions[: self._active]])
+        by_slot = sorted(self._sessions, key=lambda session: session._require_slot())
+        windows = (by_slot[i : i + self._active] for i in range(len(by_slot)))
+        chosen = next(w for w in windows if w[-1]._require_slot() - w[0]._require_slot() == self._active - 1)
+        return await self._take(f"{self._active} consecutive slots", [chosen])
 
     async def lasting(self) -> float:
         return await self._take(LASTING, [self._random.sample(self._sessions, self._active)])
@@ -89,14 +96,16 @@ class _Turns:
         return await self._take(CHANGING, choices)
 
     async def _take(self, name: str, choices: Sequence[Sequence[Session]]) -> float:
-        before = self._bench.runtime.statistics().native_calls
+        before = self._bench.runtime.statistics()
         tokens = [int(t) for t in self._bench.tokens(self._active, seed=1)]
         seconds = 0.0
         for sessions in choices:
             took, _ = await decode_together(sessions, tokens, self._steps // len(choices))
             seconds += took
-        calls = self._bench.runtime.statistics().native_calls - before
-        self.calls.setdefault(name, []).append(calls / (self._steps // len(choices) * len(choices)))
+        now = self._bench.runtime.statistics()
+        made = self._steps // len(choices) * len(choices)
+        self.calls.setdefault(name, []).append((now.native_calls - before.native_calls) / made)
+        self.moves.setdefault(name, []).append(now.moves - before.moves)
         await truncate_all(self._sessions, START)
         return seconds
 
