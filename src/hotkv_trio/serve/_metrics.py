@@ -93,6 +93,7 @@ class ShardCollector(Collector):
         yield tokens
         counters = (
             ("engine_calls", "Native calls that appended tokens.", runtime.native_calls),
+            ("moves", "Times that a session was moved next to others that work.", runtime.moves),
             ("sessions_opened", "Sessions admitted.", runtime.opened),
             ("sessions_released", "Sessions that ended or were released.", runtime.released),
             ("evictions", "Times that a session lost its slot because room was needed.", runtime.evicted),
