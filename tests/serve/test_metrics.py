@@ -91,6 +91,7 @@ async def test_figures_are_those_of_the_statistics() -> None:
             "hotkv_tokens_total[prefill]": 3,
             "hotkv_tokens_total[decode]": 1,
             "hotkv_engine_calls_total": 2,
+            "hotkv_moves_total": 0,
             "hotkv_sessions_opened_total": 2,
             "hotkv_sessions_released_total": 1,
             "hotkv_evictions_total": 0,
