@@ -164,8 +164,10 @@ async def test_commands_show_their_certificate(model: Path) -> None:
     certificates = Path(__file__).parent / "certificates"
     authority = str(certificates / "ca.pem")
     process = await trio.lowlevel.open_process(
-        [*COMMAND, "serve", str(model), *("--listen", "127.0.0.1:0", "--context", "256", "--threads", "1")]
-        + ["--certificate", str(certificates / "server.pem"), "--client-authority", authority],
+        [
+            *(*COMMAND, "serve", str(model), "--listen", "127.0.0.1:0", "--context", "256", "--threads", "1"),
+            *("--certificate", str(certificates / "server.pem"), "--client-authority", authority),
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         env={**os.environ, "COLUMNS": "200"},
@@ -181,7 +183,9 @@ async def test_commands_show_their_certificate(model: Path) -> None:
             assert (await call("generate", "--route", where, *prompt, *shown)).returncode == 0
     finally:
         process.kill()
-        await process.stdout.aclose()  # noqa: ASYNC102
+        with trio.CancelScope(shield=True):
+            await process.wait()
+            await process.stdout.aclose()
 
 
 async def test_serve_refuses_what_is_not_safe(model: Path) -> None:
