@@ -56,6 +56,10 @@ class _Mallinfo(ctypes.Structure):
     _fields_ = (("before", ctypes.c_size_t * 7), ("uordblks", ctypes.c_size_t), ("after", ctypes.c_size_t * 2))
 
 
+_mallinfo = ctypes.CDLL(None).mallinfo2
+_mallinfo.restype = _Mallinfo
+
+
 @attrs.frozen
 class Memory:
     """What this process holds, in bytes."""
@@ -68,9 +72,7 @@ class Memory:
     @classmethod
     def now(cls) -> Memory:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-        function = ctypes.CDLL(None).mallinfo2
-        function.restype = _Mallinfo
-        return cls(pages * os.sysconf("SC_PAGE_SIZE"), function().uordblks)
+        return cls(pages * os.sysconf("SC_PAGE_SIZE"), _mallinfo().uordblks)
 
 
 @attrs.define

@@ -253,7 +253,8 @@ class Session:
                     await self._runtime._chill(self, MissReason.FAILED)  # noqa: ASYNC102
             raise
         finally:
-            self._ticket = None
+            # They refer to each other: left so, an append's rows would wait for the garbage collector.
+            self._ticket = work.owner = ticket.error = ticket.raise_cancel = None
 
     async def _is_as_before(self, ticket: Ticket) -> bool:
         """Put the slot back to where the ticket's work began, as far as that was not done; return whether it is."""
