@@ -221,6 +221,8 @@ async def test_scaled_up_and_down(model: Path, expected: list[list[int]]) -> Non
 async def test_nodes_without_the_model_are_sent_what_they_serve(model: Path, expected: list[list[int]]) -> None:
     elsewhere = model.with_name("not there.gguf")
     async with deployed(model, model_on_nodes=elsewhere), route_of(await deployed_shards("tiny")) as route:
+        keeper = _edge.find_actor("hotkv:tiny:keeper")
+        assert _edge.call(keeper, "node", patience=10) == _edge.here().id
         assert agree((await generate_while(route, PROMPTS, do_nothing))[0], expected)
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, final
 
 import attrs
 import pytest
 import trio
+import trio.testing
 
 from hotkv_trio import RecipeMismatch, Runtime, open_runtime
+from hotkv_trio.ray import _replicas
 from hotkv_trio.ray._replicas import ReplicaHop
 from hotkv_trio.route import ShardAddress, open_route
 from hotkv_trio.serve import ConnectionLost, ShardServer
@@ -91,7 +93,7 @@ class Cluster:
 async def clusters(folder: Path) -> AsyncGenerator[Cluster]:
     async with trio.open_nursery() as nursery:
         try:
-            with trio.fail_after(20):
+            with trio.fail_after(20):  # noqa: ASYNC100 - the test does
                 yield Cluster(folder, nursery)
         finally:
             nursery.cancel_scope.cancel()
@@ -184,6 +186,53 @@ async def test_a_replica_that_drains_hands_its_sessions_over(tmp_path: Path, exp
             got += await take(session, 7, prompt=())
             assert got == expected
             assert second.hot == 1
+
+
+class Cable:
+    """Between a route and a replica; cut, it swallows everything without a word."""
+
+    def __init__(self, where: str, to: str) -> None:
+        self.where = where
+        self.cut = False
+        self._to = to
+
+    async def run(self) -> None:
+        with trio.socket.socket(trio.socket.AF_UNIX) as sock:
+            await sock.bind(self.where.removeprefix("unix:"))
+            sock.listen()
+            await trio.serve_listeners(self._carry, [trio.SocketListener(sock)])
+
+    async def _carry(self, near: trio.abc.Stream) -> None:
+        async with await trio.open_unix_socket(self._to.removeprefix("unix:")) as far, trio.open_nursery() as nursery:
+            nursery.start_soon(self._pass, near, far)
+            nursery.start_soon(self._pass, far, near)
+
+    async def _pass(self, source: trio.abc.Stream, sink: trio.abc.Stream) -> None:
+        with suppress(trio.BrokenResourceError):
+            while data := await source.receive_some(65_536):
+                if not self.cut:
+                    await sink.send_all(data)
+
+
+async def test_a_replica_that_says_nothing_any_more_is_given_up(
+    tmp_path: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_replicas, "_PING_EVERY", 0.05)
+    monkeypatch.setattr(_replicas, "_PONG_PATIENCE", 0.1)
+    async with clusters(tmp_path) as cluster:
+        first = await cluster.start()
+        cable = Cable(f"unix:{tmp_path}/cable.sock", first.where)
+        cluster.nursery.start_soon(cable.run)
+        await trio.testing.wait_all_tasks_blocked()
+        first.where = cable.where
+        async with open_route([cluster], **options()) as route, route.open_session() as session:
+            got = await take(session, 5)
+            cable.cut = True
+            cluster.offered.remove(first)
+            await cluster.start()
+            got += await take(session, 7, prompt=())
+            assert got == expected
+            assert session.replays == 1
 
 
 async def test_while_nobody_is_there_it_is_a_lost_connection(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
 
@@ -175,7 +176,9 @@ def _talking_to_ray() -> Generator[None]:
     from hotkv_trio.ray import DeploymentFailed, DeploymentUnknown
 
     try:
-        yield
+        # Ray says on stdout what happens to its processes.
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
     except DeploymentFailed as error:
         error.add_note(_ROOM)
         raise

@@ -44,6 +44,8 @@ logger = logging.getLogger("hotkv_trio")
 
 _OVERHEAD = 256 * 2**20
 """Bytes of a replica's process beside weights and KV: Python, llama.cpp's buffers."""
+_KEEPER_BYTES = 128 * 2**20
+_KEEPER_PATIENCE = 60.0
 _GRACE = 0.25
 _END_PATIENCE = 30.0
 
@@ -165,13 +167,19 @@ async def deploy(
         _edge.connect(address)
         if _edge.find_actor(keeper_name(name)) is not None:
             raise InvalidInput(f"there is a deployment named {name} already: choose another name, or end it first")
-        keeper = _edge.start_actor(Keeper, keeper_name(name), [spec], max_restarts=_edge.FOREVER, near=_edge.here().id)
+        keeper = _edge.start_actor(
+            Keeper,
+            keeper_name(name),
+            [spec],
+            max_restarts=_edge.FOREVER,
+            # Where an actor that takes nothing starts Ray does not care.
+            resources={"memory": _KEEPER_BYTES},
+            near=_edge.here().id,
+        )
         try:
-            _edge.call(keeper, "spec", patience=patience)
+            _await_keeper(spec, keeper)
             wanted = [ReplicaId(shard, number) for shard, count in enumerate(counts) for number in range(count)]
             _grow(spec, wanted, (), patience, progress)
-        except _edge.Unreachable as error:
-            raise DeploymentFailed(name, f"its keeper does not start ({error})") from None
         except BaseException:
             _edge.kill(keeper)
             _edge.wait_gone([keeper_name(name)], _END_PATIENCE)
@@ -305,6 +313,13 @@ async def down(name: str, *, address: str | None = None) -> None:
             _edge.wait_gone([keeper_name(name)], _END_PATIENCE)
 
     await trio.to_thread.run_sync(work)
+
+
+def _await_keeper(spec: Spec, keeper: _edge.Actor) -> None:
+    try:
+        _edge.call(keeper, "spec", patience=_KEEPER_PATIENCE, tick=trio.from_thread.check_cancelled)
+    except _edge.Unreachable as error:
+        raise DeploymentFailed(spec.name, f"its keeper does not start ({error})") from None
 
 
 def _grow(

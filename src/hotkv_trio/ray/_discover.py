@@ -49,6 +49,11 @@ async def status(name: str, *, address: str | None = None) -> Deployment:
     return await in_thread(partial(look, check_name(name), address=address, method="figures", grace=_STATUS_GRACE))
 
 
+async def discover_shard(name: str, shard: int) -> Deployment:
+    """Return what `discover` does, of one shard; if it is being brought back, that is waited for some seconds."""
+    return await in_thread(partial(look, name, address=None, method="place", grace=_GRACE, only=shard))
+
+
 async def in_thread(work: Callable[[], T]) -> T:
     """Run what only looks; after `trio.Cancelled` it may go on in its thread."""
     return await trio.to_thread.run_sync(work, abandon_on_cancel=True)
@@ -71,11 +76,11 @@ def spec_of(name: str) -> Spec:
     return spec
 
 
-def look(name: str, *, address: str | None, method: str, grace: float) -> Deployment:
-    """Ask all replicas of a deployment at once.  Blocking."""
+def look(name: str, *, address: str | None, method: str, grace: float, only: int | None = None) -> Deployment:
+    """Ask all replicas of a deployment, or those of one shard only, at once.  Blocking."""
     _edge.connect(address)
     spec = spec_of(name)
-    ids = replicas_in(name, _edge.actor_names())
+    ids = [one for one in replicas_in(name, _edge.actor_names()) if only in {None, one.shard}]
     found = ask(spec, ids, method, grace)
     return Deployment(
         name=name,

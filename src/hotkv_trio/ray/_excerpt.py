@@ -35,7 +35,8 @@ Layers = tuple[int, int]
 class Piece:
     """Bytes of one part of a model file."""
 
-    part: int
+    part: str
+    """Its name."""
     offset: int
     length: int
 
@@ -59,27 +60,25 @@ def outline(path: str | os.PathLike[str], layers: Layers, n_layer: int) -> Outli
         InvalidInput: the file is missing, foreign or damaged, or may not be cut so.
     """
     file = read_gguf(path)
-    sizes = [part.stat().st_size for part in file.parts]
-    numbers = {part: number for number, part in enumerate(file.parts)}
+    sizes = {part: part.stat().st_size for part in file.parts}
     runs: list[Piece]
     if layers == (0, n_layer):
-        runs = [Piece(number, 0, size) for number, size in enumerate(sizes)]
+        runs = [Piece(part.name, 0, size) for part, size in sizes.items()]
     else:
         # A part that no tensor begins in is all header.
         ends = sizes.copy()
         for tensor in file.tensors.values():
-            number = numbers[tensor.path]
-            ends[number] = min(ends[number], tensor.offset)
+            ends[tensor.path] = min(ends[tensor.path], tensor.offset)
         wanted = {piece.tensor.name for piece in plan_slice(file, layers).pieces}
         if layers[0] == 0:
             wanted.add(EMBEDDING)
         tensors = [file.tensors[name] for name in wanted]
-        runs = [Piece(number, 0, end) for number, end in enumerate(ends)]
-        runs += [Piece(numbers[tensor.path], tensor.offset, tensor.n_bytes) for tensor in tensors]
+        runs = [Piece(part.name, 0, end) for part, end in ends.items()]
+        runs += [Piece(tensor.path.name, tensor.offset, tensor.n_bytes) for tensor in tensors]
     return Outline(
         digest=file_digest(file),
         layers=layers,
-        parts=tuple((part.name, size) for part, size in zip(file.parts, sizes, strict=True)),
+        parts=tuple((part.name, size) for part, size in sizes.items()),
         pieces=tuple(piece for run in runs for piece in _split(run)),
     )
 
@@ -95,7 +94,7 @@ def read_piece(path: str | os.PathLike[str], piece: Piece) -> bytes:
     Raises:
         InvalidInput: the file is not what it was.
     """
-    with read_gguf(path).parts[piece.part].open("rb") as file:
+    with Path(path).with_name(piece.part).open("rb") as file:
         file.seek(piece.offset)
         read = file.read(piece.length)
     if len(read) != piece.length:
@@ -157,11 +156,11 @@ def _write(folder: Path, what: Outline, get_piece: Callable[[Piece], bytes]) -> 
     unfinished = folder.with_suffix(".part")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
-    for number, (name, size) in enumerate(what.parts):
+    for name, size in what.parts:
         with (unfinished / Path(name).name).open("wb") as out:
             out.truncate(size)
             for piece in what.pieces:
-                if piece.part == number:
+                if piece.part == name:
                     out.seek(piece.offset)
                     out.write(get_piece(piece))
             out.flush()

@@ -156,13 +156,23 @@ class Keeper:
         """Return what was deployed."""
         return self._spec
 
-    def outline(self, layers: tuple[int, int]) -> Outline:
-        """Return what an excerpt of the model is made of."""
-        return outline(self._spec.model, layers, self._spec.n_layer)
+    def node(self) -> str:
+        """Return the node that it runs on."""
+        return _edge.here().id
 
-    def piece(self, piece: Piece) -> bytes:
-        """Return a piece of the model."""
-        return read_piece(self._spec.model, piece)
+    def outline(self, layers: tuple[int, int]) -> Outline | Failed:
+        """Return what an excerpt of the model is made of, or why it cannot be made."""
+        try:
+            return outline(self._spec.model, layers, self._spec.n_layer)
+        except (InvalidInput, OSError) as error:
+            return Failed(str(error))
+
+    def piece(self, piece: Piece) -> bytes | Failed:
+        """Return a piece of the model, or why it cannot be read."""
+        try:
+            return read_piece(self._spec.model, piece)
+        except (InvalidInput, OSError) as error:
+            return Failed(str(error))
 
 
 def _model_file(order: Order) -> Path:
@@ -172,7 +182,10 @@ def _model_file(order: Order) -> Path:
         keeper = _edge.find_actor(keeper_name(order.spec.name))
         if keeper is None:
             raise InvalidInput(f"{order.spec.model_on_nodes} is not on this node, and the keeper is gone")
-        return _edge.call(keeper, method, argument, patience=_KEEPER_PATIENCE)
+        said: object = _edge.call(keeper, method, argument, patience=_KEEPER_PATIENCE)
+        if isinstance(said, Failed):
+            raise InvalidInput(f"{order.spec.model_on_nodes} is not on this node, and the keeper: {said.what}")
+        return said
 
     def get_outline() -> Outline:
         what = ask("outline", order.layers)

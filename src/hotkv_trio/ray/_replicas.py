@@ -136,7 +136,6 @@ class ReplicaHop:
             ssl_context=address.ssl_context,
             insecure=address.insecure,
             recipe=self._recipe,
-            cancel_patience=_PONG_PATIENCE,
         ) as client:
             self._clients[address.where] = client
             try:
@@ -144,17 +143,23 @@ class ReplicaHop:
                 while not client.lost:
                     with trio.move_on_after(_PING_EVERY):
                         await client.wait_lost()
-                    if not await _answers(client):
-                        break
+                    await _ping(client)
             finally:
                 del self._clients[address.where]
 
 
-async def _answers(client: ShardClient) -> bool:
-    with trio.move_on_after(_PONG_PATIENCE), suppress(HotKVError):
-        await client.ping()
-        return True
-    return False  # noqa: ASYNC910
+async def _ping(client: ShardClient) -> None:
+    """Give the client up, and every call with it, if its peer says nothing."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_give_up, client)
+        with suppress(HotKVError):
+            await client.ping()
+        nursery.cancel_scope.cancel(reason="the shard has answered, or is lost")
+
+
+async def _give_up(client: ShardClient) -> None:
+    await trio.sleep(_PONG_PATIENCE)
+    client._lose(f"the shard has not answered for {_PONG_PATIENCE:g} s")
 
 
 @final

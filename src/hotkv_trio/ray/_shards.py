@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, final
 
 import attrs
 
-from hotkv_trio.ray._discover import discover
+from hotkv_trio.ray._discover import discover, discover_shard
 from hotkv_trio.ray._errors import DeploymentUnknown
 from hotkv_trio.ray._replicas import ReplicaHop
 from hotkv_trio.route import Hop, ShardAddress
@@ -40,7 +40,7 @@ class DeployedShard:
 
     async def _find(self) -> Sequence[ShardAddress]:
         try:
-            found = await discover(self.deployment)
+            found = await discover_shard(self.deployment, self.shard)
         except DeploymentUnknown as error:
             raise ConnectionLost(str(error)) from None
         return [
