@@ -40,7 +40,7 @@ class Turnstile:
     def __init__(self, team_of: Callable[[int], int]) -> None:
         self._team_of = team_of
         self._wave: _Wave | None = None
-        self._waiting: dict[int, trio.Event] = {}
+        self._waiting: dict[trio.Event, int] = {}
 
     def __repr__(self) -> str:
         inside = self._wave.inside if self._wave else 0
@@ -64,12 +64,13 @@ class Turnstile:
         if wave is None:
             wave = self._wave = _Wave(team)
         elif team != wave.team or wave.closed or self._waiting:
-            admitted = self._waiting[number] = trio.Event()
+            admitted = trio.Event()
+            self._waiting[admitted] = number
             try:
                 await admitted.wait()
             except BaseException:
                 if not admitted.is_set():
-                    del self._waiting[number]
+                    del self._waiting[admitted]
                 elif self._wave is not None:
                     self._leave(self._wave)
                 raise
@@ -88,7 +89,9 @@ class Turnstile:
         if not self._waiting:
             self._wave = None
             return
-        self._wave = wave = _Wave(self._team_of(next(iter(self._waiting))))
-        for number in [number for number in self._waiting if self._team_of(number) == wave.team]:
-            wave.inside += 1
-            self._waiting.pop(number).set()
+        self._wave = wave = _Wave(self._team_of(next(iter(self._waiting.values()))))
+        for admitted, number in list(self._waiting.items()):
+            if self._team_of(number) == wave.team:
+                wave.inside += 1
+                del self._waiting[admitted]
+                admitted.set()
