@@ -59,6 +59,7 @@ async def up(
     type_k: TypeK = "f16",
     type_v: TypeV = "f16",
     threads: Annotated[int, Parameter(help="CPU threads of a replica.")] = 1,
+    cpus: Annotated[float | None, Parameter(help="What Ray counts a replica as; else its threads.")] = None,
     exact: Annotated[bool, Parameter(negative=(), help="One session in each native call.")] = False,
     resource: Annotated[
         list[str] | None, Parameter(consume_multiple=True, help="NAME=AMOUNT that a replica takes of its node as well.")
@@ -105,6 +106,7 @@ async def up(
             type_v=cast("KVType", type_v),
             threads=threads,
             exact=exact,
+            cpus=cpus,
             resources=dict(map(_resource, resource or [])),
             model_on_nodes=model_on_nodes,
             host=host,
@@ -143,9 +145,9 @@ async def drain(
     address: Address = None,
     json_: AsJson = False,
 ) -> None:
-    """Move a deployment off a node, or one replica off its node; sessions go on elsewhere.
+    """Move a deployment off a node, or put another replica in the place of one; sessions go on there.
 
-    What takes its place serves before anything ends. The node may leave the Ray cluster then.
+    What takes the place serves before anything ends. A drained node may leave the Ray cluster then.
     """
     from hotkv_trio.ray import drain as move
 

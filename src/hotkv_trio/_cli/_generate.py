@@ -11,17 +11,23 @@ from cyclopts import Parameter
 
 from hotkv_trio._cli._advice import A_WHOLE_MODEL, advising
 from hotkv_trio._cli._tls import client_context
+from hotkv_trio._errors import InvalidInput
 
 if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Sequence
+
     from hotkv_trio.llama import Vocabulary
-    from hotkv_trio.route import Route
+    from hotkv_trio.route import Route, ShardAddress
+    from hotkv_trio.route._hop import Shard
 
 
 async def generate(
     *,
     route: Annotated[
-        list[str], Parameter(consume_multiple=True, help="Addresses of shards, in the order of their layers.")
-    ],
+        list[str] | None, Parameter(consume_multiple=True, help="Addresses of shards, in the order of their layers.")
+    ] = None,
+    cluster: Annotated[str | None, Parameter(help="Instead: a deployment of hotkv-trio cluster, by its name.")] = None,
     model: Annotated[Path, Parameter(help="The model's GGUF file, for its vocabulary alone.")],
     prompt: Annotated[str, Parameter(help="Text to go on from.")],
     tokens: Annotated[int, Parameter(help="How many to generate at most.")] = 64,
@@ -42,23 +48,43 @@ async def generate(
     A shard that is lost is waited for, and put back to where it was: the text is the same as if nothing had happened.
     """
     from hotkv_trio.llama import Vocabulary
-    from hotkv_trio.route import ShardAddress, open_route
-    from hotkv_trio.serve import read_tokens
+    from hotkv_trio.route import open_route
 
+    if (route is None) == (cluster is None):
+        with advising("--route ADDRESS..., as hotkv-trio serve printed them, or --cluster NAME"):
+            raise InvalidInput("either a route or a cluster's deployment is needed")
     with advising(A_WHOLE_MODEL):
         vocabulary = Vocabulary(model)
     try:
-        shown = read_tokens(token_file)
         context = client_context(authority, certificate)
-        shards = [
-            ShardAddress(where=where, token=shown[0] if shown else None, ssl_context=context, insecure=insecure)
-            for where in route
-        ]
+        shards: Sequence[Shard] = (
+            _addresses(route or [], token_file, context, insecure=insecure)
+            if cluster is None
+            else await _deployed(cluster, context)
+        )
         with advising("the addresses that hotkv-trio serve printed, in the order of the layers, and the same token"):
             async with open_route(shards, replay=replay) as opened:
                 await _stream(opened, vocabulary, prompt, tokens)
     finally:
         vocabulary.close()
+
+
+def _addresses(
+    route: Sequence[str], token_file: Path | None, context: ssl.SSLContext | None, *, insecure: bool
+) -> list[ShardAddress]:
+    from hotkv_trio.route import ShardAddress
+    from hotkv_trio.serve import read_tokens
+
+    shown = read_tokens(token_file)
+    token = shown[0] if shown else None
+    return [ShardAddress(where=where, token=token, ssl_context=context, insecure=insecure) for where in route]
+
+
+async def _deployed(name: str, context: ssl.SSLContext | None) -> Sequence[Shard]:
+    from hotkv_trio.ray import deployed_shards
+
+    with advising(f"hotkv-trio cluster status {name}, on a machine that has joined the Ray cluster"):
+        return await deployed_shards(name, ssl_context=context)
 
 
 async def _stream(route: Route, vocabulary: Vocabulary, prompt: str, n_tokens: int) -> None:

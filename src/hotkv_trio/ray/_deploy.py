@@ -245,14 +245,14 @@ async def drain(
     address: str | None = None,
     progress: Callable[[int, int], None] = _ignore,
 ) -> Deployment:
-    """Move a deployment off a node, or one replica off its node: it has drained when this returns.
+    """Move a deployment off a node, or put another replica in the place of one: it has drained when this returns.
 
     What takes its place serves before anything ends; its sessions go on there, or at another replica.
 
     Args:
         name: of the deployment.
         node: Ray's id of the node, or its beginning, or the node's address.
-        replica: which one.
+        replica: which one; another may come to serve on the same node.
         patience: seconds until what takes its place serves.
         grace: seconds for what a draining one has begun.
         address: as `deploy`.
@@ -260,7 +260,7 @@ async def drain(
 
     Raises:
         DeploymentUnknown: there is none of this name.
-        DeploymentFailed: the other nodes have no room, or what was to take the place did not come to serve.
+        DeploymentFailed: there is no room for what takes the place, or it did not come to serve.
         InvalidInput: no such node or replica, or not one of both.
         OSError: there is no cluster.
     """
@@ -273,15 +273,15 @@ async def drain(
         spec = spec_of(name)
         found = ask(spec, _living(name), "place", _GRACE)
         if node is not None:
-            off = _node(node)
-            leaving = [one for one in found if one.node == off]
+            avoid = [_node(node)]
+            leaving = [one for one in found if one.node in avoid]
         else:
+            avoid = []
             leaving = [one for one in found if one.id == replica]
-            if not leaving or leaving[0].node is None:
-                raise InvalidInput(f"{name} has no replica {replica}, or it is away")
-            off = leaving[0].node
+            if not leaving:
+                raise InvalidInput(f"{name} has no replica {replica}")
         if leaving:
-            _grow(spec, _fresh(name, [one.id.shard for one in leaving]), [off], patience, progress)
+            _grow(spec, _fresh(name, [one.id.shard for one in leaving]), avoid, patience, progress)
             _end(spec, [one.id for one in leaving], grace)
         return look(name, address=None, method="place", grace=_GRACE)
 
