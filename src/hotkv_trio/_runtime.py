@@ -463,7 +463,7 @@ class Runtime:
 
         with suppress(Exception):
             await call(self._executor, partial(move, self._engine, source, target), settle)
-        return bool(moved)
+        return bool(moved)  # noqa: ASYNC910
 
     def _movable(self, slot: int) -> Tenancy | None:
         """Return the tenancy of the slot, if nothing but a queued decode counts on where it is."""

@@ -202,7 +202,7 @@ class Scheduler:
             await trio.lowlevel.checkpoint()
             quiet = 0 if self.plan.arrivals != seen else quiet + 1
 
-    async def _step(self, planned: Call) -> None:
+    async def _step(self, planned: Call) -> None:  # noqa: ASYNC910
         if self.plan.begin(planned):
             starts = [work.start for work in planned.works]
             # Who waits for the result is answered while this task is still asleep: that spares a pass of trio's loop.

@@ -58,7 +58,7 @@ async def measure_ragged(setting: Setting) -> Findings:
     return Findings(
         suite="ragged",
         title=f"{active} of {sizes.hot} hot sessions active",
-        caption="There is one slot more than hot sessions, so that one can step aside; the turn's moves are in its time."
+        caption="There is one slot more than hot sessions, so that one can step aside; moves are in a turn's time."
         f" A choice lasts {steps} steps, and each turn makes another; where sessions join and leave, one does"
         f" every {_STAY} steps.",
         rows=rows,
