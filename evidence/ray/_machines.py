@@ -125,7 +125,9 @@ class Namespaces:
 
         if not ray.is_initialized():
             # All nodes' sockets are in one folder here, and Ray would take any for this process's node.
-            ray.init(self.address, namespace="hotkv", log_to_driver=False, _node_ip_address="10.77.0.1")
+            ray.init(
+                self.address, namespace="hotkv", log_to_driver=False, logging_level=40, _node_ip_address="10.77.0.1"
+            )
         return [node.id for node in _edge.nodes() if node.alive]
 
 
