@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, final
 import attrs
 import pytest
 import trio
-import trio.testing
 
 from hotkv_trio import RecipeMismatch, Runtime, open_runtime
 from hotkv_trio.ray import _replicas
@@ -196,10 +195,11 @@ class Cable:
         self.cut = False
         self._to = to
 
-    async def run(self) -> None:
+    async def run(self, listening: trio.Event) -> None:
         with trio.socket.socket(trio.socket.AF_UNIX) as sock:
             await sock.bind(self.where.removeprefix("unix:"))
             sock.listen()
+            listening.set()
             await trio.serve_listeners(self._carry, [trio.SocketListener(sock)])
 
     async def _carry(self, near: trio.abc.Stream) -> None:
@@ -222,8 +222,9 @@ async def test_a_replica_that_says_nothing_any_more_is_given_up(
     async with clusters(tmp_path) as cluster:
         first = await cluster.start()
         cable = Cable(f"unix:{tmp_path}/cable.sock", first.where)
-        cluster.nursery.start_soon(cable.run)
-        await trio.testing.wait_all_tasks_blocked()
+        listening = trio.Event()
+        cluster.nursery.start_soon(cable.run, listening)
+        await listening.wait()
         first.where = cable.where
         async with open_route([cluster], **options()) as route, route.open_session() as session:
             got = await take(session, 5)
