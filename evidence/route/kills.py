@@ -44,6 +44,7 @@ async def run(given: argparse.Namespace) -> int:
         expected = [await generate(route, prompt, given.tokens) for prompt in prompts]
     counts: Counter[str] = Counter()
     delays: list[float] = []
+    over, going_on = trio.Event(), trio.Event()
     progress = Progress(f"{given.mode}: kills", given.kills)
 
     async def one(route: Route, number: int) -> None:
@@ -61,7 +62,7 @@ async def run(given: argparse.Namespace) -> int:
     async def havoc(shards: list[Shard]) -> None:
         nonlocal going_on
         while counts["kills"] < given.kills:
-            # Half of the kills hit routes that have not gone on since the last one; with all of them so, none ever would.
+            # Half of the kills may hit routes that have not gone on since the last; if all did, none ever would.
             if rng.random() < 0.5:
                 await going_on.wait()
             await trio.sleep(rng.uniform(0.0, 6.0))
@@ -74,7 +75,6 @@ async def run(given: argparse.Namespace) -> int:
             progress(counts["kills"], f", {counts['sessions']} sessions ended, {counts['wrong']} wrong")
         over.set()
 
-    over, going_on = trio.Event(), trio.Event()
     async with running(given.model, RANGES, options_of(given.mode, sessions=SESSIONS)) as shards:
         addresses = [shard.where for shard in shards]
         async with open_route(addresses, replay=MODES[given.mode]["replay"]) as route, trio.open_nursery() as nursery:
