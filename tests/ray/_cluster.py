@@ -17,7 +17,7 @@ NODE = {"num_cpus": 4, "memory": 4 * 2**30, "object_store_memory": 100 * 2**20}
 QUICK = {
     "health_check_initial_delay_ms": 300,
     "health_check_period_ms": 300,
-    "health_check_timeout_ms": 1000,
+    "health_check_timeout_ms": 5000,
     "health_check_failure_threshold": 3,
 }
 

@@ -70,7 +70,7 @@ async def expected(model: Path) -> list[list[int]]:
 async def deployed(model: Path, **options: Any) -> AsyncGenerator[Deployment]:
     """Deploy three shards for as long as the block lasts."""
     given = {"sessions": N_SESSIONS, "n_ctx": 256, "exact": True, "host": "127.0.0.1", "cpus": 1, **options}
-    with trio.fail_after(100):
+    with trio.fail_after(300):
         started = await deploy("tiny", model, 3, **given)
         try:
             yield started
