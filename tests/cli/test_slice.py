@@ -71,7 +71,7 @@ def test_what_is_no_whole_model_is_refused(shell: Shell, tmp_path: Path, kind: s
         ("0:3", "the nearest valid cuts are 2 and 4"),
         ("0:9", "layers 0:9 are not a range of m.gguf, which has layers 0:6"),
         ("4:2", "layers 4:2 are not a range"),
-        ("two", "'two' is no range of layers: write 0:6 for all of them"),
+        ("two", "'two' is no range of layers: write FIRST:END, as 0:6 for all of them"),
         ("-2:4", "no range of layers"),
     ],
 )

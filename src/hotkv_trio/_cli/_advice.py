@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
 A_WHOLE_MODEL = "a whole GGUF file that can be read; one that was cut short or damaged has to be fetched again"
+WHO_MAY = "a --token-file that can be read, one token of 16 characters or more in a line; or the same in HOTKV_TOKEN"
 
 
 @contextlib.contextmanager

@@ -38,6 +38,6 @@ def parse_layers(text: str, n_layer: int) -> tuple[int, int]:
     """
     matched = re.fullmatch(r"\s*(\d*)\s*:\s*(\d*)\s*", text)
     if matched is None:
-        raise InvalidInput(f"{text!r} is no range of layers: write 0:{n_layer} for all of them")
+        raise InvalidInput(f"{text!r} is no range of layers: write FIRST:END, as 0:{n_layer} for all of them")
     first, end = matched[1] or 0, matched[2] or n_layer
     return int(first), int(end)

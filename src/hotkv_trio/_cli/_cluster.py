@@ -62,7 +62,8 @@ async def up(
     cpus: Annotated[float | None, Parameter(help="What Ray counts a replica as; else its threads.")] = None,
     exact: Annotated[bool, Parameter(negative=(), help="One session in each native call.")] = False,
     resource: Annotated[
-        list[str] | None, Parameter(consume_multiple=True, help="NAME=AMOUNT that a replica takes of its node as well.")
+        list[str] | None,
+        Parameter(consume_multiple=True, negative=(), help="NAME=AMOUNT that a replica takes of its node as well."),
     ] = None,
     model_on_nodes: Annotated[
         str | None, Parameter(help="Path where nodes look for the model; else the same. Others get what they need.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from hotkv_trio._cli._advice import A_WHOLE_MODEL, advising
+from hotkv_trio._cli._advice import A_WHOLE_MODEL, WHO_MAY, advising
 from hotkv_trio._cli._tls import client_context
 from hotkv_trio._errors import InvalidInput
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 async def generate(
     *,
     route: Annotated[
-        list[str] | None, Parameter(consume_multiple=True, help="Addresses of shards, in the order of their layers.")
+        list[str] | None,
+        Parameter(consume_multiple=True, negative=(), help="Addresses of shards, in the order of their layers."),
     ] = None,
     cluster: Annotated[str | None, Parameter(help="Instead: a deployment of hotkv-trio cluster, by its name.")] = None,
     model: Annotated[Path, Parameter(help="The model's GGUF file, for its vocabulary alone.")],
@@ -75,7 +76,8 @@ def _addresses(
     from hotkv_trio.route import ShardAddress
     from hotkv_trio.serve import read_tokens
 
-    shown = read_tokens(token_file)
+    with advising(WHO_MAY):
+        shown = read_tokens(token_file)
     token = shown[0] if shown else None
     return [ShardAddress(where=where, token=token, ssl_context=context, insecure=insecure) for where in route]
 

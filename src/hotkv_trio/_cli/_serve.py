@@ -13,7 +13,7 @@ import trio
 from cyclopts import Parameter
 from rich.console import Console
 
-from hotkv_trio._cli._advice import A_WHOLE_MODEL, advising
+from hotkv_trio._cli._advice import A_WHOLE_MODEL, WHO_MAY, advising
 from hotkv_trio._cli._arguments import ModelFile, OptionalLayerRange, TypeK, TypeV, parse_layers
 from hotkv_trio._cli._output import plain
 from hotkv_trio._cli._tls import server_context
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hotkv_trio.llama import KVType, LlamaEngine
     from hotkv_trio.serve import ShardServer
 
-_SAFE = "127.0.0.1:PORT or unix:PATH; beyond this machine: --token-file and --certificate"
+_SAFE = "127.0.0.1:PORT, or unix:PATH in a folder that exists; beyond this machine: --token-file and --certificate"
 
 
 async def serve(
@@ -36,7 +36,10 @@ async def serve(
     /,
     *,
     listen: Annotated[
-        list[str], Parameter(consume_multiple=True, help="HOST:PORT, [IPV6]:PORT or unix:PATH; port 0: any free one.")
+        list[str],
+        Parameter(
+            consume_multiple=True, negative=(), help="HOST:PORT, [IPV6]:PORT or unix:PATH; port 0: any free one."
+        ),
     ],
     layers: OptionalLayerRange = None,
     sessions: Annotated[int, Parameter(help="Hot sessions side by side.")] = 4,
@@ -46,7 +49,9 @@ async def serve(
     threads: Annotated[int | None, Parameter(help="CPU threads; else one for each processor.")] = None,
     exact: Annotated[bool, Parameter(negative=(), help="One session in each native call.")] = False,
     prefill_chunk: Annotated[int, Parameter(help="Tokens of a prefill in one native call.")] = 128,
-    budget: Annotated[int | None, Parameter(help="Bytes of KV that all sessions together may hold.")] = None,
+    budget: Annotated[
+        int | None, Parameter(help="Bytes of KV that all sessions together may hold: those of one session at least.")
+    ] = None,
     idle_ttl: Annotated[float, Parameter(help="Seconds after which an idle session loses its KV.")] = 600.0,
     token_file: Annotated[
         Path | None, Parameter(help="Tokens of clients, one a line; else those in HOTKV_TOKEN.")
@@ -74,7 +79,8 @@ async def serve(
     from hotkv_trio.serve import Limits, ShardServer, read_tokens
 
     _log(log)
-    tokens = read_tokens(token_file)
+    with advising(WHO_MAY):
+        tokens = read_tokens(token_file)
     context_of_tls = server_context(certificate, client_authority)
     engine = _engine(file, layers, sessions, context, (cast("KVType", type_k), cast("KVType", type_v)), threads)
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
@@ -152,12 +158,15 @@ def _engine(
         facts.require_model()
     with advising(f"hotkv-trio inspect {file}, which says where the model may be cut"):
         owned = facts.check_layers(None if layers is None else parse_layers(layers, facts.n_layer))
-    return LlamaEngine(
-        file,
-        layers=None if owned == (0, facts.n_layer) else owned,
-        n_slots=sessions,
-        n_ctx=context,
-        type_k=types[0],
-        type_v=types[1],
-        threads=threads,
-    )
+    with advising(
+        "another value of that option; hotkv-trio serve --help says what --sessions, --context and others are"
+    ):
+        return LlamaEngine(
+            file,
+            layers=None if owned == (0, facts.n_layer) else owned,
+            n_slots=sessions,
+            n_ctx=context,
+            type_k=types[0],
+            type_v=types[1],
+            threads=threads,
+        )

@@ -34,7 +34,9 @@ Suite: TypeAlias = Literal["core", "overhead", "prefill", "ragged", "mixed", "ca
 
 async def bench(
     *,
-    suite: Annotated[list[Suite] | None, Parameter(consume_multiple=True, help="Suites to run; else all.")] = None,
+    suite: Annotated[
+        list[Suite] | None, Parameter(consume_multiple=True, negative=(), help="Suites to run; else all.")
+    ] = None,
     model: Annotated[
         Path | None, Parameter(help="A GGUF file; without one a tiny random model is built, which shows little.")
     ] = None,
