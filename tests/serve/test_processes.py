@@ -112,6 +112,8 @@ async def test_the_commands(model: Path) -> None:
         shown = await call("top", "--connect", *sockets, "--looks", "1")
         assert shown.returncode == 0, shown.stderr
         assert b"0/4" in shown.stdout
+        narrow = await call("top", "--connect", *sockets, "--looks", "1", COLUMNS="80")
+        assert all(word in narrow.stdout for word in (b" shard ", b" refused\n", b"0:2", b"2:4"))
         wrong = await call("generate", "--route", *reversed(sockets), *prompt)
         assert wrong.returncode == 2
         assert b"a route begins with" in wrong.stderr

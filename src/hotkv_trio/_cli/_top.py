@@ -13,7 +13,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from hotkv_trio._cli._advice import advising
+from hotkv_trio._cli._advice import WHO_MAY, advising
 from hotkv_trio._cli._output import columns_table, plain, rounded_size
 from hotkv_trio._cli._tls import client_context
 
@@ -37,7 +37,7 @@ class _Seen:
 
 async def top(
     *,
-    connect: Annotated[list[str], Parameter(consume_multiple=True, help="Addresses of shard servers.")],
+    connect: Annotated[list[str], Parameter(consume_multiple=True, negative=(), help="Addresses of shard servers.")],
     interval: Annotated[float, Parameter(help="Seconds between two looks.")] = 1.0,
     looks: Annotated[int | None, Parameter(help="How often to look; else until interrupted.")] = None,
     token_file: Annotated[Path | None, Parameter(help="A token to show, in a file; else that in HOTKV_TOKEN.")] = None,
@@ -52,7 +52,8 @@ async def top(
     """Show shards, with their bytes, tokens a second, evictions and refusals, and the sessions of this token there."""
     from hotkv_trio.serve import open_shard_client, read_tokens
 
-    shown = read_tokens(token_file)
+    with advising(WHO_MAY):
+        shown = read_tokens(token_file)
     context = client_context(authority, certificate)
     with advising("an address that hotkv-trio serve printed, and the same token"):
         async with AsyncExitStack() as stack:
@@ -81,8 +82,9 @@ def _screen(seen: Sequence[_Seen], before: Sequence[_Seen]) -> RenderableType:
     shards = columns_table("shard", "layers", "hot", "waiting", "KV", "tokens/s", "evicted", "expired", "refused")
     sessions = columns_table("session", "epoch", "shard", "state", "length", "bytes", "age", "idle")
     for table in (shards, sessions):
-        # Names may be long; figures stay whole.
-        table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
+        # Names may be long; figures stay whole, and leave the names room on a terminal of 80 columns.
+        table.padding, table.show_edge = (0, 1, 0, 0), False
+        table.columns[0].no_wrap, table.columns[0].overflow, table.columns[0].min_width = False, "fold", 5
     for now, then in zip(seen, before, strict=True):
         runtime = now.said.runtime
         first, end = now.client.info.layers
