@@ -87,6 +87,7 @@ async def fencing(where: str, state: str) -> None:
             await session.prefill([1, 2])
             if state in {"running", "queued"}:
                 nursery.start_soon(note, lambda: session.prefill(LONG))
+                await trio.sleep(0.02)  # tasks begin in any order, and this is to be the first
             if state == "queued":
                 nursery.start_soon(note, lambda: session.prefill([5]))
                 nursery.start_soon(note, lambda: session.truncate(1))
