@@ -190,6 +190,12 @@ async def test_commands_show_their_certificate(model: Path) -> None:
             await process.stdout.aclose()
 
 
+async def test_serve_refuses_a_budget_that_holds_no_session(model: Path) -> None:
+    refused = await call("serve", str(model), "--listen", "127.0.0.1:0", "--context", "256", "--budget", "100")
+    assert refused.returncode == 2
+    assert "--budget 100: one session of 256 tokens takes" in refused.stderr.decode()
+
+
 async def test_serve_refuses_what_is_not_safe(model: Path) -> None:
     refused = await call("serve", str(model), "--listen", "0.0.0.0:0", "--context", "256", HOTKV_TOKEN="")
     assert refused.returncode == 2

@@ -89,6 +89,8 @@ async def serve(
             _metrics(metrics) as tell,
             _opened(engine, kv_budget=budget, idle_ttl=idle_ttl, prefill_chunk=prefill_chunk, exact=exact) as runtime,
         ):
+            if budget is not None and budget < (needed := runtime.info.slot_bytes):
+                raise InvalidInput(f"--budget {budget}: one session of {context} tokens takes {needed} bytes")
             server = ShardServer(runtime, tokens=tokens, limits=Limits(silence_timeout=silence))
             tell(server)
             async with trio.open_nursery() as nursery:
