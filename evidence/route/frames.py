@@ -15,6 +15,7 @@ grows, nothing stays borrowed, and what neighbours generate meanwhile is, token 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import re
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 MAX_FRAME = 20_000
 FRAMES_A_DRAW = 100
+PART = 250
 MOST_OUTCOMES = 30
 MAX_GROWTH = 0.05
 """Of memory, from a fifth of the run to its end."""
@@ -225,6 +227,16 @@ def feed(end: Any, data: bytes, r: Bytes, outcomes: Counter[str]) -> None:
         raise AssertionError(f"{len(end._buffer)} bytes buffered")
 
 
+CODEC_SETTINGS = hypothesis.settings(
+    max_examples=PART,
+    database=None,
+    deadline=None,
+    derandomize=False,
+    suppress_health_check=list(hypothesis.HealthCheck),
+    phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
+)
+
+
 def run_codec(n_frames: int, seed: int) -> dict[str, Any]:
     """Feed frames; raise AssertionError if the codec does what it must not."""
     outcomes: Counter[str] = Counter()
@@ -232,16 +244,6 @@ def run_codec(n_frames: int, seed: int) -> dict[str, Any]:
     memory: list[int] = []
     done = right = 0
 
-    @hypothesis.settings(
-        max_examples=-(-n_frames // FRAMES_A_DRAW),
-        database=None,
-        deadline=None,
-        derandomize=False,
-        suppress_health_check=list(hypothesis.HealthCheck),
-        phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
-    )
-    @hypothesis.seed(seed)
-    @hypothesis.given(st.binary(min_size=2000, max_size=6000))
     def draw(data: bytes) -> None:
         nonlocal done, right
         r = Bytes(data)
@@ -261,12 +263,13 @@ def run_codec(n_frames: int, seed: int) -> dict[str, Any]:
             if r.at >= len(data):
                 r = Bytes(data[::-1] if r.data is data else bytes(b ^ (done & 255) for b in data))
         progress(done)
-        memory.append(resident(os.getpid()))
 
+    # Hypothesis remembers what it drew, some bytes for each: in parts, so that what grows is the codec's.
     while done < n_frames:
-        draw()
+        hypothesis.seed(seed)(CODEC_SETTINGS(hypothesis.given(st.binary(min_size=2000, max_size=6000))(draw)))()
         seed += 1
-        draw = hypothesis.seed(seed)(draw)
+        gc.collect()
+        memory.append(resident(os.getpid()))
     return {
         "frames": done,
         "right": right,
