@@ -61,7 +61,7 @@ HOTKV_TAP_API void hotkv_tap_free(hotkv_tap * tap);
 HOTKV_TAP_API void hotkv_tap_begin(hotkv_tap * tap, void * buffer, size_t capacity);
 
 /* Take nothing more; return what became of the tensors since hotkv_tap_begin, with the bytes written and the tensors
- * they came from. */
+ * they came from; `tensors` may be NULL. */
 HOTKV_TAP_API int hotkv_tap_end(hotkv_tap * tap, size_t * bytes, size_t * tensors);
 
 /* The callback itself; `user_data` is the tap.  A tensor that was taken ends the evaluation of its part of the graph:

@@ -82,7 +82,9 @@ void hotkv_tap_begin(hotkv_tap * tap, void * buffer, size_t capacity) {
 int hotkv_tap_end(hotkv_tap * tap, size_t * bytes, size_t * tensors) {
     tap->buffer = nullptr;
     *bytes = tap->bytes;
-    *tensors = tap->tensors;
+    if (tensors != nullptr) {
+        *tensors = tap->tensors;
+    }
     return tap->status;
 }
 

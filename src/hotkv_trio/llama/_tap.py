@@ -153,6 +153,8 @@ class _Base:
         self._row_bytes = 4 * n_embd
         self._max_rows = max_rows
         self._n_rows = 0
+        # Of so many rows the last time, which is mostly so the next time.
+        self._view: Rows = np.empty((0, n_embd), dtype=np.float32)
         self._array: Rows = np.empty((max_rows, n_embd), dtype=np.float32)
         self._address: int = self._array.ctypes.data
 
@@ -171,7 +173,9 @@ class _Base:
         if nbytes != self._n_rows * self._row_bytes:
             came = nbytes // self._row_bytes
             raise EngineFailed(None, f"tensor {self._tensor_name}: {came} rows came where {self._n_rows} were expected")
-        return self._array[: self._n_rows].copy()
+        if len(self._view) != self._n_rows:
+            self._view = self._array[: self._n_rows]
+        return self._view.copy()
 
 
 @final
@@ -194,19 +198,19 @@ class NativeTap(_Base):
             raise MemoryError("no memory for a native tap")
         self._begin, self._end, self._free = library.hotkv_tap_begin, library.hotkv_tap_end, library.hotkv_tap_free
         self._nbytes = ctypes.c_size_t()
-        self._end_arguments = ctypes.byref(self._nbytes), ctypes.byref(ctypes.c_size_t())
+        self._handle, self._buffer = ctypes.c_void_p(self.user_data), ctypes.c_void_p(self._address)
+        self._end_arguments = self._handle, ctypes.byref(self._nbytes), None
         function = ctypes.cast(library.hotkv_tap_callback, ctypes.c_void_p).value
         self.callback = llama_cpp.ggml_backend_sched_eval_callback(function)
 
     def begin(self, n_rows: int) -> None:
         """See ``Tap.begin``."""
         self._expect(n_rows)
-        self._begin(self.user_data, self._address if n_rows else None, n_rows * self._row_bytes)
+        self._begin(self._handle, self._buffer if n_rows else None, n_rows * self._row_bytes)
 
     def rows(self) -> Rows:
         """See ``Tap.rows``."""
-        status = self._end(self.user_data, *self._end_arguments)
-        return self._checked(status, self._nbytes.value)
+        return self._checked(self._end(*self._end_arguments), self._nbytes.value)
 
     def close(self) -> None:
         """See ``Tap.close``."""
