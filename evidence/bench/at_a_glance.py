@@ -146,7 +146,11 @@ def draw(run: Run, compared: int, peers: list[dict[str, Any]]) -> None:
     speed.set_ylabel("tokens/s in all")
     speed.set_title("SmolLM2-135M, 256 prompt + 64 generated", fontsize=10)
     speed.legend(fontsize=8, loc="lower right")
-    figure.savefig(FOLDER / "at-a-glance.svg", metadata={"Date": None})
+    target = FOLDER / "at-a-glance.svg"
+    figure.savefig(target, metadata={"Date": None})
+    # matplotlib ends lines with blanks, which git diff --check does not want.
+    lines = target.read_text(encoding="utf-8").splitlines()
+    target.write_text("".join(line.rstrip() + "\n" for line in lines), encoding="utf-8")
 
 
 def main() -> None:

@@ -291,6 +291,9 @@ def draw(outcome: Outcome, path: Path) -> None:
     axes.set(xlabel="minutes", ylabel="MiB", ylim=(0, 1.2 * max(resident)), xlim=(0, minutes[-1]))
     axes.legend(loc="center right", frameon=False)
     figure.savefig(path, metadata={"Date": None})
+    # matplotlib ends lines with blanks, which git diff --check does not want.
+    lines = path.read_text(encoding="utf-8").splitlines()
+    path.write_text("".join(line.rstrip() + "\n" for line in lines), encoding="utf-8")
 
 
 def main() -> int:
