@@ -4,8 +4,8 @@
 
 In the folder `criteria.toml` lists the criteria; `frame.md` is the text around them; `README.md` is the result.  The
 commands run in the project's root.  Those that need the files of real models get the folder in ``HOTKV_MODELS`` and are
-left out, and named as left out, without one.  With ``--only`` the sections of these criteria are made anew in the
-`README.md` that is there; each section says at which commit it was made.
+left out, and named as left out, without one.  With ``--only`` the sections of these criteria, and what is said of the
+machine, are made anew in the `README.md` that is there; each section says at which commit it was made.
 """
 
 from __future__ import annotations
@@ -32,11 +32,9 @@ def stamp() -> str:
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
     memory = re.search(r"MemTotal:\s*(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"))
     packages = ("hotkv-trio", "trio", "llama-cpp-python", "numpy", "gguf", "attrs", "hypothesis", "pytest")
-    commit = _output(["git", "rev-parse", "HEAD"])
-    changed = _output(["git", "status", "--porcelain", "--untracked-files=no", "--", ":!evidence"])
     return "\n".join([
         f"- made {dt.datetime.now(dt.UTC):%Y-%m-%d %H:%M} UTC by `make evidence`",
-        f"- commit {commit}{' with uncommitted changes' if changed else ''}",
+        f"- commit {_commit()}",
         (
             f"- {cpu[1] if cpu else platform.processor()}, {os.cpu_count()} processors,"
             f" {int(memory[1]) // 2**20 if memory else '?'} GiB, {platform.system()} {platform.machine()}"
@@ -73,8 +71,7 @@ def section(criterion: dict[str, Any], models: str | None) -> tuple[str, bool]:
         print(f"    exit {status}, {seconds:.0f} s", flush=True)
         shown = shown and status == 0
         parts.append(f"```console\n$ {command}\n{printed}\n```\n\nExit status {status}, {seconds:.0f} s.\n")
-    commit = _output(["git", "rev-parse", "--short", "HEAD"])
-    parts.append(f"Made {dt.datetime.now(dt.UTC):%Y-%m-%d %H:%M} UTC at commit {commit}.\n")
+    parts.append(f"Made {dt.datetime.now(dt.UTC):%Y-%m-%d %H:%M} UTC at commit {_commit()}.\n")
     return "\n".join(parts), shown
 
 
@@ -103,6 +100,7 @@ def main() -> int:
     target = arguments.folder / "README.md"
     if arguments.only:
         text = target.read_text(encoding="utf-8")
+        text = re.sub(r"^- made .*?\n(?=\n)", lambda _: f"{stamp()}\n", text, flags=re.MULTILINE | re.DOTALL)
         for criterion, (body, _), row in zip(chosen, sections, rows, strict=True):
             text = merged(text, criterion, body, row)
     else:
@@ -122,6 +120,11 @@ def _clean(printed: str) -> str:
     lines = [line.rstrip() for line in printed.rstrip().splitlines()]
     left_out = len(lines) - LAST_LINES
     return "\n".join(([f"[{left_out} lines]"] if left_out > 0 else []) + lines[-LAST_LINES:])
+
+
+def _commit() -> str:
+    changed = _output(["git", "status", "--porcelain", "--untracked-files=no", "--", ":!evidence"])
+    return _output(["git", "rev-parse", "--short=12", "HEAD"]) + (" with uncommitted changes" if changed else "")
 
 
 def _output(command: list[str]) -> str:
