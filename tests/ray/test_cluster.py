@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,11 +152,19 @@ async def test_shards_of_a_node_that_is_gone_come_back_on_others(
     async with deployed(model) as started, route_of(await deployed_shards("tiny")) as route:
         removable = {node.node_id for node in machines.nodes}
         lost = next(one for shard in started.replicas for one in shard if one.node in removable)
-        off = lost.node
+        off, where = lost.node, lost.where
         assert off is not None
+        assert where is not None
 
         async def remove() -> None:
             await trio.to_thread.run_sync(machines.remove, off)
+            # The shard's own process ends a moment after its node's.
+            with suppress(OSError), trio.fail_after(60):
+                while True:
+                    await trio.aclose_forcefully(
+                        await trio.open_tcp_stream(where.rpartition(":")[0], int(where.rpartition(":")[2]))
+                    )
+                    await trio.sleep(0.05)
 
         got, replays = await generate_while(route, PROMPTS, remove)
         assert agree(got, expected)
