@@ -425,20 +425,22 @@ class Runtime:
             for slot in self._ledger.quarantined:
                 self._retry(slot)
 
-    async def _compact(self) -> None:  # noqa: ASYNC910
-        """Bring the slots of the sessions that wait with a decode together, if that pays."""
+    async def _compact(self) -> bool:  # noqa: ASYNC910
+        """Bring the slots of the sessions that wait with a decode together, if that pays; return whether it tried."""
         plan = self._scheduler.plan
         working = plan.decoding
         if not self._compaction.note(working):
-            return  # noqa: ASYNC910
+            return False  # noqa: ASYNC910
         idle = [
             session._require_slot()
             for session in (entry.session for entry in self._directory.entries)
             if session.hot and not session._operations
         ]
-        for source, target in self._compaction.moves(working, idle, self._ledger.free):
+        moves = self._compaction.moves(working, idle, self._ledger.free)
+        for source, target in moves:
             if not await self._move(source, target):
-                return
+                break
+        return bool(moves)  # noqa: ASYNC910
 
     async def _move(self, source: int, target: int) -> bool:  # noqa: ASYNC910
         """Move a session to a free slot; return whether that was done."""

@@ -127,8 +127,8 @@ class Scheduler:
     """How many sessions could have work queued."""
     make_room: Callable[[], None]
     """Evicts what is needed; called when idle sessions are truly idle."""
-    compact: Callable[[], Awaitable[None]]
-    """Brings the slots of the sessions that wait with a decode together, if that pays; called where they are not."""
+    compact: Callable[[], Awaitable[bool]]
+    """Brings the slots of the sessions that wait with a decode together, if that pays; says whether it tried."""
     native_calls: int = attrs.field(default=0, init=False)
     tokens_prefilled: int = attrs.field(default=0, init=False)
     tokens_decoded: int = attrs.field(default=0, init=False)
@@ -180,8 +180,8 @@ class Scheduler:
             if self._room_wanted:
                 self._room_wanted = False
                 self.make_room()
-            if len(decodes := self.plan.decodes()) > 1:
-                await self.compact()
+            decodes = self.plan.decodes()
+            if len(decodes) > 1 and await self.compact():
                 decodes = self.plan.decodes()
             previous = set()
             for planned in decodes:
