@@ -222,8 +222,8 @@ FAULTS = [
     Fault(
         "a failed append is cut back to its last chunk only",
         "_scheduler.py",
-        "        starts = [work.start for work in planned.works]",
-        "        starts = [work.start + work.done for work in planned.works]",
+        "                starts = [work.start for work in planned.works]",
+        "                starts = [work.start + work.done for work in planned.works]",
     ),
     Fault(
         "memory that could not be cut back stays hot",
@@ -240,8 +240,20 @@ FAULTS = [
     Fault(
         "two operations of a session run at once",
         "_session.py",
-        "        self._turn = trio.StrictFIFOLock()",
-        "        self._turn: Any = trio.Semaphore(9)",
+        "        if self._operations > 1:",
+        "        if self._operations > 2:",
+    ),
+    Fault(
+        "what came while a call ran waits for somebody else to come",
+        "_scheduler.py",
+        "        if self.plan or self._room_wanted:\n            self._consider()",
+        "        if self._room_wanted:\n            self._consider()",
+    ),
+    Fault(
+        "a session's turn is not handed on",
+        "_session.py",
+        "        self._turns.unpark()\n",
+        "",
     ),
     Fault(
         "a session that ended while it got its slot goes on",

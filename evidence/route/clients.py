@@ -22,6 +22,7 @@ from typing import Any
 
 import trio
 from evidence.route._servers import Progress, Shard, generate
+from tests.serve._swallowing_proxy import SwallowingProxy
 
 from hotkv_trio import SessionKey, open_runtime
 from hotkv_trio.llama import LlamaEngine
@@ -33,37 +34,6 @@ NEIGHBOURS = 2
 SLACK = 1.0
 """Seconds for a step and the scheduling of a disconnect, on a machine with other things to do."""
 MAX_GROWTH, FLOOR = 0.05, 8 * 2**20
-
-
-class Proxy:
-    """Forwards TCP until it is told to swallow everything."""
-
-    def __init__(self, target: str) -> None:
-        self.host, _, self.port = target.partition(":")
-        self.cut = False
-
-    async def serve(self, *, task_status: trio.TaskStatus[str]) -> None:
-        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1", backlog=512)
-        task_status.started(f"127.0.0.1:{listeners[0].socket.getsockname()[1]}")
-        await trio.serve_listeners(self._forward, listeners)
-
-    async def _forward(self, client: trio.SocketStream) -> None:
-        async with (
-            client,
-            await trio.open_tcp_stream(self.host, int(self.port)) as server,
-            trio.open_nursery() as nursery,
-        ):
-            nursery.start_soon(self._pump, client, server)
-            nursery.start_soon(self._pump, server, client)
-
-    async def _pump(self, source: trio.SocketStream, target: trio.SocketStream) -> None:
-        try:
-            async for data in source:
-                if not self.cut:
-                    await target.send_all(data)
-        except trio.BrokenResourceError:
-            pass
-        await trio.sleep_forever()
 
 
 async def hold(where: str, n: int, first: int) -> None:
@@ -158,7 +128,7 @@ async def _rounds(shard: Shard, model: Path, given: argparse.Namespace) -> int:
         for n in range(NEIGHBOURS):
             nursery.start_soon(neighbour, n)
         for number in range(given.rounds):
-            proxy = Proxy(shard.where)
+            proxy = SwallowingProxy(shard.where)
             async with trio.open_nursery() as proxies:
                 through = await proxies.start(proxy.serve)
                 processes = [

@@ -403,7 +403,8 @@ class Runtime:
         self._directory.rest(session._entry, trio.current_time())
         if (due := self._directory.next_expiry()) < self._nap.deadline:
             self._nap.deadline = due
-        if self._ledger.waiting or self._ledger.borrowed_bytes > self._ledger.total_bytes:
+        over_budget = self._ledger.borrowed_bytes > self._ledger.total_bytes
+        if session._entry.idle_since is not None and (self._ledger.waiting or over_budget):
             self._scheduler.want_room()
 
     def _make_room(self) -> None:

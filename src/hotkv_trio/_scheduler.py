@@ -1,8 +1,11 @@
-"""Scheduler: one task that turns waiting work into native calls, and results into answers.
+"""Scheduler: it turns waiting work into native calls, and results into answers.
 
-Each turn of its loop is a round (see `_plan`).  Before a round is formed, every session that is ready has had the
-chance to join it: the scheduler yields until a pass of trio's run loop brings nothing new.  Only then, when what is
-idle is truly idle, are sessions evicted to make room.
+Native calls are made in rounds (see `_plan`).  Before a round is formed, every session that is ready has had the
+chance to join it: the scheduler's task yields until a pass of trio's run loop brings nothing new.  Only then, when what
+is idle is truly idle, are sessions evicted to make room.
+
+The task is spared where it is not needed, as each pass of trio's loop is time in which no native call runs: whoever
+joins last, of all sessions, begins the round, and where a call's result arrives the round's next call is submitted.
 """
 
 from __future__ import annotations
@@ -15,10 +18,10 @@ import outcome
 import trio
 
 from hotkv_trio._errors import EngineFailed, HotKVError, InvalidInput, RuntimeClosed
-from hotkv_trio._owner import Executor, call, error_of
+from hotkv_trio._owner import Executor, error_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from hotkv_trio._engine import Append, Engine, Rows
     from hotkv_trio._plan import Call, Plan, Work
@@ -134,6 +137,14 @@ class Scheduler:
     tokens_decoded: int = attrs.field(default=0, init=False)
     _parked: trio.lowlevel.Task | None = attrs.field(default=None, init=False)
     _room_wanted: bool = attrs.field(default=False, init=False)
+    _gathering: bool = attrs.field(default=False, init=False)
+    """Whether a round may begin: none is under way, and nothing is being prepared for one."""
+    _round: Iterator[Call] = attrs.field(factory=lambda: iter(()), init=False)
+    """What is left of the round under way."""
+    _members: set[int] = attrs.field(factory=set, init=False)
+    """The slots of the sessions in the newest round."""
+    _end: BaseException | None = attrs.field(default=None, init=False)
+    """Why the executor serves no more."""
 
     def want_room(self) -> None:
         """Have `make_room` called soon."""
@@ -146,8 +157,10 @@ class Scheduler:
         After `trio.Cancelled`, or when the ticket's error is raised, no native call for the work runs or will run;
         ``work.done`` tokens of it may have been appended, which the caller has to cut back.
         """
+        # The wait for the session's turn, or for a slot, may have been over before the cancellation came.
+        await trio.lowlevel.checkpoint_if_cancelled()
         self.plan.add(ticket.work)
-        self._wake()
+        self._consider()
 
         def abort(raise_cancel: Callable[[], object]) -> trio.lowlevel.Abort:
             if ticket.work.running:
@@ -171,44 +184,83 @@ class Scheduler:
             self._answer(ticket)
 
     async def run(self) -> None:
-        """Serve until cancelled; a native call under way is waited for."""
-        previous: set[int] = set()
+        """Serve until cancelled, which may be once all work has been answered.
+
+        Raises:
+            BaseException: whatever ended the executor.
+        """
+        self._gathering = True
         while True:
-            while not self.plan and not self._room_wanted:
+            while self._end is None and not (self._gathering and (self.plan or self._room_wanted)):
                 await self._park()
-            await self._gather(previous)
+            if self._end is not None:
+                raise self._end
+            if not await self._gather():
+                continue
+            self._gathering = False
             if self._room_wanted:
                 self._room_wanted = False
                 self.make_room()
             decodes = self.plan.decodes()
             if len(decodes) > 1 and await self.compact():
                 decodes = self.plan.decodes()
-            previous = set()
-            for planned in decodes:
-                previous.update(work.slot for work in planned.works)
-                await self._step(planned)
-            chunk = self.plan.prefill()
-            if chunk is not None:
-                previous.update(work.slot for work in chunk.works)
-                await self._step(chunk)
+            self._begin(decodes)
 
-    async def _gather(self, previous: set[int]) -> None:  # noqa: ASYNC910
+    async def _gather(self) -> bool:  # noqa: ASYNC910
+        """Give everybody the chance to join; return False if the last of them began the round."""
         quiet = 0
         while len(self.plan) < self.count_hot():
-            missing = any(slot not in self.plan for slot in previous)
+            missing = any(slot not in self.plan for slot in self._members)
             if quiet >= (_PATIENT_PASSES if missing else _QUIET_PASSES):
-                return  # noqa: ASYNC910
+                break
             seen = self.plan.arrivals
             await trio.lowlevel.checkpoint()
             quiet = 0 if self.plan.arrivals != seen else quiet + 1
+            if not self._gathering:
+                break
+        return self._gathering  # noqa: ASYNC910
 
-    async def _step(self, planned: Call) -> None:  # noqa: ASYNC910
-        if self.plan.begin(planned):
-            starts = [work.start for work in planned.works]
-            # Who waits for the result is answered while this task is still asleep: that spares a pass of trio's loop.
-            await call(
-                self.executor, partial(process, self.engine, planned.group, starts), partial(self._settle, planned)
-            )
+    def _consider(self) -> None:
+        """Begin a round here if everybody has joined it and it is a single call; else leave it to the task."""
+        if self._gathering and not self._room_wanted and len(self.plan) == self.count_hot():
+            decodes = self.plan.decodes()
+            if len(decodes) <= 1:
+                self._begin(decodes)
+                return
+        self._wake()
+
+    def _begin(self, decodes: list[Call]) -> None:
+        self._gathering = False
+        self._members.clear()
+        self._round = self._calls(decodes)
+        self._go_on()
+
+    def _calls(self, decodes: list[Call]) -> Iterator[Call]:
+        """Give the calls of a round; the prefill that has waited longest is known once the decodes have been made."""
+        yield from decodes
+        if (chunk := self.plan.prefill()) is not None:
+            yield chunk
+
+    def _go_on(self) -> None:
+        """Submit the round's next call; after its last, let the next round begin."""
+        for planned in self._round:
+            self._members.update(work.slot for work in planned.works)
+            if self.plan.begin(planned):
+                starts = [work.start for work in planned.works]
+                job = partial(process, self.engine, planned.group, starts)
+                self.executor.submit(job, partial(self._arrived, planned))
+                return
+        self._gathering = True
+        if self.plan or self._room_wanted:
+            self._consider()
+
+    def _arrived(self, planned: Call, result: outcome.Outcome[list[Rows] | Failure]) -> None:
+        self._settle(planned, result)
+        self._end = error_of(result)
+        if self._end is None:
+            self._go_on()
+        else:
+            self._wake()
 
     def _settle(self, planned: Call, result: outcome.Outcome[list[Rows] | Failure]) -> None:
         """Answer those whose work a native call has ended, and queue again what is left of the other."""

@@ -89,7 +89,7 @@ class Session:
         self._cold_reason = MissReason.UNKNOWN
         self._gone: HotKVError | None = None
         self._ended = trio.Event()
-        self._turn = trio.StrictFIFOLock()
+        self._turns = trio.lowlevel.ParkingLot()
         self._operations = 0
         self._ticket: Ticket | None = None
 
@@ -319,17 +319,15 @@ class Session:
         """Take the session's turn."""
         self._operations += 1
         self._runtime._directory.stir(self._entry)
-        try:
+        if self._operations > 1:
             try:
-                self._turn.acquire_nowait()
-            except trio.WouldBlock:
-                await self._turn.acquire()
-        except BaseException:
-            self._leave()
-            raise
+                await self._turns.park()
+            except BaseException:
+                self._leave()
+                raise
 
     def _end(self) -> None:
-        self._turn.release()
+        self._turns.unpark()
         self._leave()
 
     def _leave(self) -> None:

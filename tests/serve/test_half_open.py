@@ -16,42 +16,10 @@ import trio.testing
 from hotkv_trio.route import ShardAddress, _hop, open_route
 from hotkv_trio.serve import ConnectionLost, Limits, open_shard_client
 from tests.serve._rig import key, open_rig, until
+from tests.serve._swallowing_proxy import SwallowingProxy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-class Proxy:
-    """Forwards TCP, until told to swallow everything and say nothing."""
-
-    def __init__(self, target: str) -> None:
-        self.host, _, self.port = target.partition(":")
-        self.cut = trio.Event()
-
-    async def serve(self, *, task_status: trio.TaskStatus[str]) -> None:
-        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
-        task_status.started(f"127.0.0.1:{listeners[0].socket.getsockname()[1]}")
-        await trio.serve_listeners(self._forward, listeners)
-
-    async def _forward(self, client: trio.SocketStream) -> None:
-        async with (
-            client,
-            await trio.open_tcp_stream(self.host, int(self.port)) as server,
-            trio.open_nursery() as nursery,
-        ):
-            for source, target in ((client, server), (server, client)):
-                nursery.start_soon(self._pump, source, target, nursery.cancel_scope)
-
-    async def _pump(self, source: trio.SocketStream, target: trio.SocketStream, scope: trio.CancelScope) -> None:
-        try:
-            async for data in source:
-                if not self.cut.is_set():
-                    await target.send_all(data)
-        except trio.BrokenResourceError:
-            pass
-        if self.cut.is_set():
-            await trio.sleep_forever()
-        scope.cancel()
 
 
 def counted(calls: list[float]) -> Callable[[], float]:
@@ -65,7 +33,7 @@ def counted(calls: list[float]) -> Callable[[], float]:
 async def test_a_client_behind_a_proxy_that_stops_forwarding_gives_its_bytes_back() -> None:
     async with open_rig(limits=Limits(silence_timeout=0.8)) as rig:
         (where,) = await rig.nursery.start(rig.server.serve, "127.0.0.1:0")
-        proxy = Proxy(where)
+        proxy = SwallowingProxy(where)
         through = await rig.nursery.start(proxy.serve)
         async with rig.connect() as near, near.open_session(key("near")) as neighbour:
             await neighbour.prefill([1, 2])
@@ -76,7 +44,7 @@ async def test_a_client_behind_a_proxy_that_stops_forwarding_gives_its_bytes_bac
                 # Silent for longer than the limit, and there all the same: it pings.
                 await trio.sleep(1.6)
                 assert not client.lost
-                proxy.cut.set()
+                proxy.cut = True
                 await until(lambda: rig.lent == 1)
                 assert rig.runtime.limiter.borrowed_bytes == rig.runtime.info.slot_bytes
                 await client.wait_lost()
@@ -103,7 +71,7 @@ async def test_a_route_leaves_a_server_that_vanished_and_goes_on_elsewhere() -> 
             session.generate([1, 2, 3], 8) as tokens,
         ):
             expected = [token async for token in tokens]
-        first, second = Proxy(where), Proxy(where)
+        first, second = SwallowingProxy(where), SwallowingProxy(where)
         ways = [await rig.nursery.start(proxy.serve) for proxy in (first, second)]
         got = []
         async with open_route([ways[0]], jitter=counted(waits)) as route, route.open_session() as session:
@@ -111,7 +79,7 @@ async def test_a_route_leaves_a_server_that_vanished_and_goes_on_elsewhere() -> 
                 async for token in tokens:
                     got.append(token)
                     if len(got) == 4:
-                        first.cut.set()
+                        first.cut = True
                         route._hops[0]._address = ShardAddress(where=ways[1])  # type: ignore[attr-defined]
             assert session.replays == 1
         assert got == expected
@@ -125,8 +93,8 @@ async def test_a_route_does_not_wait_for_a_server_that_says_nothing(monkeypatch:
     monkeypatch.setattr(_hop, "_PATIENCE", 0.2)
     async with open_rig() as rig:
         (where,) = await rig.nursery.start(rig.server.serve, "127.0.0.1:0")
-        proxy = Proxy(where)
-        proxy.cut.set()
+        proxy = SwallowingProxy(where)
+        proxy.cut = True
         through = await rig.nursery.start(proxy.serve)
         with pytest.raises(ConnectionLost, match=f"{through} did not say welcome within 0.2 s"):
             async with open_route([through]):
