@@ -240,8 +240,8 @@ FAULTS = [
     Fault(
         "two operations of a session run at once",
         "_session.py",
-        "        if self._operations > 1:",
-        "        if self._operations > 2:",
+        "        if not self._turn_taken:",
+        "        if True:",
     ),
     Fault(
         "what came while a call ran waits for somebody else to come",
@@ -252,8 +252,14 @@ FAULTS = [
     Fault(
         "a session's turn is not handed on",
         "_session.py",
-        "        self._turns.unpark()\n",
-        "",
+        "        self._turn_taken = bool(self._turns.unpark())\n",
+        "        self._turn_taken = False\n",
+    ),
+    Fault(
+        "a turn goes to whoever waits, though its task was cancelled and gets none",
+        "_session.py",
+        "        if not self._turn_taken:",
+        "        if self._operations == 1:",
     ),
     Fault(
         "a session that ended while it got its slot goes on",

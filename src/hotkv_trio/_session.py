@@ -89,6 +89,7 @@ class Session:
         self._cold_reason = MissReason.UNKNOWN
         self._gone: HotKVError | None = None
         self._ended = trio.Event()
+        self._turn_taken = False
         self._turns = trio.lowlevel.ParkingLot()
         self._operations = 0
         self._ticket: Ticket | None = None
@@ -319,15 +320,17 @@ class Session:
         """Take the session's turn."""
         self._operations += 1
         self._runtime._directory.stir(self._entry)
-        if self._operations > 1:
-            try:
-                await self._turns.park()
-            except BaseException:
-                self._leave()
-                raise
+        if not self._turn_taken:
+            self._turn_taken = True
+            return
+        try:
+            await self._turns.park()
+        except BaseException:
+            self._leave()
+            raise
 
     def _end(self) -> None:
-        self._turns.unpark()
+        self._turn_taken = bool(self._turns.unpark())
         self._leave()
 
     def _leave(self) -> None:

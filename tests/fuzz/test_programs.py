@@ -64,9 +64,21 @@ REFUSED_FOR_A_MOMENT = Program(
     chunk=1,
 )
 
+# Whoever waits for its turn and is cancelled is no longer handed it, though its task has not run since.
+CANCELLED_BEFORE_ITS_TURN = Program(
+    clients=(
+        (p.Open(name="b", how="serve"), p.Open(), p.Decode(), p.Decode()),
+        (p.Open(name="b", how="serve"),),
+        (p.Open(name="c", how="serve", hang_up=14), p.Prefill(), p.Decode(of=0), p.CancelSession(), p.Decode()),
+        (p.Open(name="b", how="serve"),),
+    ),
+    chunk=1,
+)
+
 
 @settings(FUZZ, max_examples=400)
 @example(LOST)
+@example(CANCELLED_BEFORE_ITS_TURN)
 @example(REFUSED_FOR_A_MOMENT)
 @example(GRANTED_TOO_LATE)
 @given(programs())

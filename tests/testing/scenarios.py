@@ -232,6 +232,21 @@ async def prefill_waiting_for_its_turn(room: Room) -> None:
 
 
 @scenario
+async def decode_waiting_for_a_turn_that_is_wanted_again_at_once(room: Room) -> None:
+    async def wait_for_a_turn() -> None:
+        with room.victim:
+            await session.decode(4)
+
+    async with room.runtime.open_session(A) as session:
+        # The victim's task is the younger one, and runs later in a batch.
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait_for_a_turn)
+            for token in (1, 2, 3):
+                await session.decode(token)
+        await unchanged(session, 3, room.victim, 4)
+
+
+@scenario
 async def prefill_of_a_cold_session_waiting_for_a_slot(room: Room) -> None:
     async with room.runtime.open_session(A) as session:
         await session.decode(1)
