@@ -75,6 +75,45 @@ CANCELLED_BEFORE_ITS_TURN = Program(
     chunk=1,
 )
 
+# A move fails: the session that was to be moved is lost, whatever of it had arrived.
+MOVED_IN_PART = Program(
+    clients=(
+        (p.Open(),),
+        (
+            p.Open(epoch=1),
+            p.Release(),
+            p.Decode(),
+            p.Fail(method="move"),
+            p.Open(epoch=1),
+            p.Prefill(),
+            *[p.Decode()] * 3,
+        ),
+        (p.Open(name="b"), *[p.Decode()] * 3),
+    ),
+    slots=5,
+    chunk=1,
+)
+
+# A move fails, and the slot that it was from gets another tenant.
+MOVED_NOWHERE = Program(
+    clients=(
+        (p.Open(), *[p.Decode()] * 3),
+        (
+            p.Open(name="c"),
+            *[p.Decode()] * 3,
+            p.Prefill(at=1),
+            p.Fail(method="move"),
+            p.Decode(),
+            p.Decode(at=0),
+        ),
+        (p.Open(),),
+        (p.Open(name="b"), *[p.Decode()] * 3, p.Prefill()),
+    ),
+    tape=(0, 1),
+    slots=5,
+    chunk=1,
+)
+
 
 @settings(FUZZ, max_examples=400)
 @example(LOST)
@@ -111,6 +150,8 @@ def test_budgets_that_move(program: Program) -> None:
 
 
 @settings(FUZZ, max_examples=250)
+@example(MOVED_IN_PART)
+@example(MOVED_NOWHERE)
 @given(moving_programs())
 def test_sessions_that_are_moved(program: Program) -> None:
     run_program(program)
