@@ -95,6 +95,10 @@ class Plan:
         """Return whether the slot has work queued."""
         return slot in self._decodes or slot in self._prefills
 
+    def holds(self, work: Work) -> bool:
+        """Return whether this very work is queued: its slot may have another tenant's by now."""
+        return self._queue_of(work).get(work.slot) is work
+
     def add(self, work: Work) -> None:
         """Queue work, or what is left of it after a chunk, behind all other prefills."""
         self._queue_of(work)[work.slot] = work
@@ -102,9 +106,8 @@ class Plan:
 
     def withdraw(self, work: Work) -> None:
         """Forget queued work."""
-        queue = self._queue_of(work)
-        if queue.get(work.slot) is work:
-            del queue[work.slot]
+        if self.holds(work):
+            del self._queue_of(work)[work.slot]
 
     def move(self, source: int, target: int) -> None:
         """Note that what is queued for one slot is for another now."""
@@ -146,7 +149,7 @@ class Plan:
         Returns:
             Whether anything is left to call for.
         """
-        call.works = [work for work in call.works if self._queue_of(work).get(work.slot) is work]
+        call.works = [work for work in call.works if self.holds(work)]
         for work in call.works:
             del self._queue_of(work)[work.slot]
             work.running = True

@@ -179,7 +179,7 @@ class Scheduler:
     def fence(self, ticket: Ticket, error: HotKVError) -> None:
         """Make the work's caller get ``error``: at once if it is queued, after the native call if it runs."""
         ticket.error = error
-        if ticket.work.slot in self.plan and not ticket.work.running:
+        if self.plan.holds(ticket.work):
             self.plan.withdraw(ticket.work)
             self._answer(ticket)
 

@@ -9,12 +9,13 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from hotkv_trio import CacheMiss, MissReason, StaleEpoch
+from hotkv_trio import CacheMiss, EngineFailed, MissReason, StaleEpoch
 from hotkv_trio.testing import FakeEngine
-from tests.core._rig import SLOT, Caught, StepwiseEngine, hold_open, key, open_rig, spawn
+from tests.core._rig import SLOT, Caught, StepwiseEngine, hold_open, key, native_failure, open_rig, spawn
 
 if TYPE_CHECKING:
-    from hotkv_trio import Session
+    from hotkv_trio import Session, StepResult
+    from hotkv_trio.testing import InlineExecutor
 
 OLD, NEW = key("a", 1), key("a", 2)
 threaded_too = pytest.mark.parametrize("threaded", [False, True], ids=["inline", "threaded"])
@@ -308,4 +309,48 @@ async def test_superseded_while_a_cancelled_prefill_is_cut_back_it_is_not_counte
         assert isinstance(prefill.error, trio.Cancelled)
         assert (rig.statistics.failed, rig.statistics.superseded) == (0, 1)
         assert rig.holds(0) == 0
+        nursery.cancel_scope.cancel()
+
+
+class HoldingAfterClear(FakeEngine):
+    """Holds the executor once it has emptied a slot, for the first time: nothing else comes before the next tenant."""
+
+    executor: InlineExecutor
+    held = False
+
+    def clear(self, slot: int) -> None:
+        super().clear(slot)
+        if not self.held:
+            self.held = True
+            self.executor.hold()
+
+
+async def test_a_call_that_failed_hears_nothing_of_what_the_next_tenant_of_its_slot_has_queued() -> None:
+    engine = HoldingAfterClear(n_slots=2, memory="recurrent")
+    async with (
+        open_rig(engine) as rig,
+        rig.runtime.open_session(key("idle"), pinned=True),
+        rig.runtime.open_session(OLD, pinned=True) as old,
+        trio.open_nursery() as nursery,
+    ):
+        engine.executor = rig.executor
+        await old.prefill([1, 2])
+
+        async def move_in() -> StepResult:
+            async with rig.runtime.open_session(key("tenant")) as tenant:
+                # The failed call still waits, behind the emptying of its slot, when its session is superseded.
+                nursery.start_soon(hold_open, rig.runtime, NEW)
+                return await tenant.prefill([3, 4])
+
+        tenant = spawn(nursery, move_in)
+        await wait_all_tasks_blocked()
+        engine.fail("process", native_failure())
+        failed = spawn(nursery, old.decode, 5)
+        await wait_all_tasks_blocked()
+        waited = engine.held and not failed.done
+        rig.executor.resume()
+        await wait_all_tasks_blocked()
+        assert waited
+        assert isinstance(failed.error, EngineFailed)
+        assert rig.is_solo(tenant.value.output, [3, 4])
         nursery.cancel_scope.cancel()
