@@ -75,7 +75,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         "",
         f"{found} of {len(planted)} found by what the test suite runs by default. Written by `run.py`.",
         "",
-        "*Runs*: how many of the fuzz's 1,300 programs it took, or, where they find nothing, of the cancel sweeps.",
+        "*Runs*: how many of the fuzz's 1,550 programs it took, or, where they find nothing, of the cancel sweeps.",
         "",
         "| fault | found by | runs | seconds | first words |",
         "|---|---|---|---|---|",
