@@ -309,7 +309,7 @@ class _Proof:
         slot = self.slots[0]
         kept = None
         for length, more in ((3, 1), (20, 30), (70, 2), (70, sum(self.sizes) - 70)):
-            if not 0 < more <= self.info.n_ctx_seq - length - 3:
+            if length > self.most or not 0 < more <= self.info.n_ctx_seq - length - 3:
                 continue
             head, tail, after = self.data(length, 1), self.data(more, 2), self.data(3, 3)
             yield from self.empty(self.slots)
@@ -330,15 +330,16 @@ class _Proof:
     def is_poison_harmless(self, fresh: list[Rows]) -> Generator[None, None, bool]:
         slot, *others = self.slots
         neighbour = others[:1]
+        held = min(20, self.most)
         expected = []
         yield from self.empty(self.slots)
         for other in neighbour:
-            yield from self.call({other: self.data(20, 4)})
+            yield from self.call({other: self.data(held, 4)})
             expected += yield from self.call({other: self.data(1, 5)})
         for value in (np.nan, np.inf, -np.inf, 3e38, 1e15, 1e8):
             yield from self.empty([slot, *neighbour])
             for other in neighbour:
-                yield from self.call({other: self.data(20, 4)})
+                yield from self.call({other: self.data(held, 4)})
             poison = np.random.default_rng(6).standard_normal((min(40, self.most), self.info.n_embd), dtype=np.float32)
             poison[len(poison) // 2, 0] = value
             yield

@@ -297,7 +297,7 @@ class Runtime:
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         self._require_open()
-        fit = (self._limiter.total_bytes - self._limiter.borrowed_bytes) // max(1, self._info.slot_bytes)
+        fit = self._limiter.available_bytes // max(1, self._info.slot_bytes)
         if not (fit := min(MOST_SLOTS, self._ledger.free_slots, fit)):
             raise trio.WouldBlock
         name = f"verify-isolation-{secrets.token_hex(8)}"

@@ -151,6 +151,23 @@ async def test_no_free_slot() -> None:
         assert rig.limiter.borrowed_bytes == SLOT
 
 
+async def test_a_budget_below_what_is_borrowed_has_no_room_for_it() -> None:
+    async with open_rig() as rig, rig.runtime.open_session(key("a"), pinned=True):
+        rig.limiter.total_bytes = 0
+        with pytest.raises(trio.WouldBlock):
+            await rig.runtime.verify_isolation()
+        rig.limiter.total_bytes = 4 * SLOT
+        assert (await rig.runtime.verify_isolation()).slots == 3
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("most", [4, 16, 64])
+async def test_an_engine_that_takes_few_tokens_in_a_call(most: int, shard: bool) -> None:
+    n_vocab, n_embd = (0, 8) if shard else (16, 0)
+    report = await report_of(FakeEngine(n_ctx_seq=256, max_batch_tokens=most, n_vocab=n_vocab, n_embd=n_embd))
+    assert findings(report) == dict.fromkeys(findings(report), True) | ({} if shard else {"poison": None})
+
+
 @pytest.mark.parametrize("steps", range(0, 120, 7))
 async def test_cancelled_at_any_step_it_gives_everything_back(steps: int) -> None:
     async with open_rig() as rig:
@@ -170,10 +187,7 @@ async def test_cancelled_at_any_step_it_gives_everything_back(steps: int) -> Non
 
 
 async def test_a_failing_call_is_raised() -> None:
-    class Fails(FailsInCompany):
-        """Not one of the engine's faults that the proof itself may provoke."""
-
-    async with open_rig(Fails()) as rig:
+    async with open_rig(FailsInCompany()) as rig:
         with pytest.raises(EngineFailed, match="the computation failed"):
             await rig.runtime.verify_isolation()
         assert (rig.limiter.borrowed_bytes, rig.statistics.sessions) == (0, 0)
