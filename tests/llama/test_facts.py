@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 import time
 from typing import TYPE_CHECKING
 
+import attrs
 import llama_cpp.llama_cpp as lib
 import numpy as np
 import pytest
+from gguf.constants import GGUFValueType
 
 from hotkv_trio._errors import InvalidInput
-from hotkv_trio.llama._facts import read_model_facts
+from hotkv_trio.llama._facts import model_facts, read_model_facts
+from hotkv_trio.llama._gguf import MetaValue, read_gguf
 from hotkv_trio.llama._tiny_gguf import TINY_ARCHITECTURES, build_tiny_gguf
 from tests.llama._files import sparse_gguf, split_gguf
 from tests.llama._native import Native
@@ -162,6 +166,37 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
         path.write_bytes(content[:length])
         with pytest.raises(InvalidInput):
             read_model_facts(path)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        MetaValue.of(GGUFValueType.STRING, "x"),
+        MetaValue.of(GGUFValueType.STRING, ["a", "b", "c", "d"]),
+        MetaValue.of(GGUFValueType.INT32, -1),
+        MetaValue.of(GGUFValueType.UINT64, 2**63),
+        MetaValue.of(GGUFValueType.UINT32, []),
+        MetaValue.of(GGUFValueType.FLOAT32, math.nan),
+        MetaValue.of(GGUFValueType.BOOL, True),
+        MetaValue.of(GGUFValueType.INT32, [-1, 2, 3, 4]),
+        MetaValue.of(GGUFValueType.FLOAT32, [0.5] * 4),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("arch", ["gemma3", "granite", "mamba", "jamba", "lfm2"])
+def test_a_key_of_another_type_ends_in_facts_or_a_refusal(tmp_path: Path, arch: str, value: MetaValue) -> None:
+    file = read_gguf(build_tiny_gguf(tmp_path / "m.gguf", arch, n_vocab=40))
+    more = {f"{arch}.deepstack_mapping", f"{arch}.attention.sliding_window_pattern", "hotkv.shard"}
+    refusals = []
+    for key in sorted(file.metadata.keys() | more):
+        try:
+            facts = model_facts(attrs.evolve(file, metadata={**file.metadata, key: value}))
+            assert 0 < facts.n_embd < 1 << 31
+            assert facts.n_deepstack in range(facts.n_layer)
+        except InvalidInput as refusal:
+            refusals.append(refusal.what)
+    assert len(refusals) > 5
+    assert all(what.startswith(str(file.path)) for what in refusals)
 
 
 def test_flipped_bits_end_in_facts_or_a_refusal(tmp_path: Path) -> None:

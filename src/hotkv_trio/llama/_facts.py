@@ -249,6 +249,8 @@ def model_facts(file: GgufFile) -> ModelFacts:
     if not 1 <= n_layer <= MAX_LAYERS:
         raise InvalidInput(f"{file.path}: {arch}.block_count is {n_layer}, not 1 to {MAX_LAYERS}")
     n_embd = keys.get(".embedding_length", int)
+    if not 1 <= n_embd < 1 << 31:
+        raise InvalidInput(f"{file.path}: {arch}.embedding_length is {n_embd}, not a width")
     n_head = keys.by_layer(".attention.head_count", n_layer, 0)
     n_head_kv = keys.by_layer(".attention.head_count_kv", n_layer, n_head)
     n_swa, sliding = _window(keys, n_layer)
@@ -291,7 +293,7 @@ def model_facts(file: GgufFile) -> ModelFacts:
         memory=_memory(recurrent, sliding, any(n for n, on in zip(n_head_kv, attends, strict=True) if on)),
         tokenizer=keys.get("tokenizer.ggml.model", str, "none"),
         n_expert=keys.get(".expert_count", int, 0),
-        n_deepstack=sum(layer >= 0 for layer in keys.raw(f"{arch}.deepstack_mapping") or []),
+        n_deepstack=_deepstack(keys),
         rope_freq_base=keys.get(".rope.freq_base", float, 10000.0),
         rope_freq_scale=freq_scale,
         yarn=yarn,
@@ -309,9 +311,22 @@ def _shard(keys: _Keys) -> tuple[int, int] | None:
     stated = keys.raw(SHARD_KEY)
     if stated is None:
         return None
-    if not isinstance(stated, list) or len(stated) < 2:
+    if not _are_integers(stated) or len(stated) < 2:
         raise InvalidInput(f"{keys.file.path}: damaged: {SHARD_KEY} is {str(stated)[:60]}")
     return stated[0], stated[1]
+
+
+def _deepstack(keys: _Keys) -> int:
+    mapping = keys.raw(f"{keys.architecture}.deepstack_mapping")
+    if mapping is None:
+        return 0
+    if not _are_integers(mapping):
+        raise InvalidInput(f"{keys.file.path}: the deepstack mapping is {str(mapping)[:60]}, not an integer a layer")
+    return sum(layer >= 0 for layer in mapping)
+
+
+def _are_integers(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, int) for item in value)
 
 
 def _only_recurrent(arch: str, recurrent: bool) -> bool:  # ruff: ignore[boolean-type-hint-positional-argument]
