@@ -209,11 +209,11 @@ class KVLimiter:
 
 def _check_total(total_bytes: object) -> int:
     if not isinstance(total_bytes, int) or isinstance(total_bytes, bool) or total_bytes < 0:
-        raise InvalidInput(f"total_bytes must be an integer >= 0, not {total_bytes!r}")
+        raise InvalidInput(f"total_bytes must be an integer >= 0, not {total_bytes!r:.200}")
     return total_bytes
 
 
 def _check_nbytes(nbytes: object) -> int:
     if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes <= 0:
-        raise InvalidInput(f"the bytes to borrow must be an integer > 0, not {nbytes!r}")
+        raise InvalidInput(f"the bytes to borrow must be an integer > 0, not {nbytes!r:.200}")
     return nbytes

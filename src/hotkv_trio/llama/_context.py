@@ -9,6 +9,7 @@ import attrs
 
 from hotkv_trio._errors import EngineFailed, InvalidInput
 from hotkv_trio.llama import _ffi, _log
+from hotkv_trio.llama._gguf import padded
 from hotkv_trio.llama._tap import make_tap
 
 if TYPE_CHECKING:
@@ -25,10 +26,6 @@ MIN_BATCH: Final = 512
 _MIB: Final = 1 << 20
 _ROUNDING: Final = 0.0051
 """MiB by which a figure in llama.cpp's log, which has 2 decimals, may be off."""
-
-
-def _cells(n_tokens: int) -> int:
-    return -(-n_tokens // _ffi.CELL_PAD) * _ffi.CELL_PAD
 
 
 @attrs.frozen(kw_only=True)
@@ -48,7 +45,7 @@ class ContextOptions:
     @property
     def n_ctx_seq(self) -> int:
         """Tokens that a slot holds: llama.cpp rounds up, we ask for what it makes."""
-        return _cells(self.n_ctx)
+        return padded(self.n_ctx, _ffi.CELL_PAD)
 
     @property
     def n_batch(self) -> int:
@@ -61,7 +58,9 @@ class ContextOptions:
         Raises:
             InvalidInput: a row of keys or values is no whole number of its type's blocks.
         """
-        window = self.n_ctx_seq if self.swa_full else min(self.n_ctx_seq, _cells(facts.n_swa + self.n_batch))
+        window = (
+            self.n_ctx_seq if self.swa_full else min(self.n_ctx_seq, padded(facts.n_swa + self.n_batch, _ffi.CELL_PAD))
+        )
         return sum(
             facts.kv_bytes_per_token((layer, layer + 1), self.type_k, self.type_v)
             * (window if facts.sliding[layer] else self.n_ctx_seq)

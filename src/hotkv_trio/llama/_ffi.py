@@ -163,11 +163,6 @@ def n_embd(model: int) -> int:
     return int(lib.llama_model_n_embd(model))
 
 
-def n_ctx_train(model: int) -> int:
-    """Return the number of tokens that the model was trained on."""
-    return int(lib.llama_model_n_ctx_train(model))
-
-
 def n_swa(model: int) -> int:
     """Return the width of the sliding window in tokens; 0: there is none."""
     return int(lib.llama_model_n_swa(model))
@@ -195,13 +190,6 @@ def is_decoder(model: int) -> bool:
         and not lib.llama_model_has_encoder(model)
         and not lib.llama_model_is_diffusion(model)
     )
-
-
-def metadata(model: int, key: str) -> str | None:
-    """Return a scalar of the model file's metadata, as text; None: it is not there."""
-    buffer = ctypes.create_string_buffer(256)
-    length = lib.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer))
-    return None if length < 0 else buffer.value.decode(errors="replace")
 
 
 # Contexts.  One thread, from creation to the end.

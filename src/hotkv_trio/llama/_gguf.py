@@ -133,11 +133,6 @@ class TensorInfo:
     """Of its first byte in that file."""
 
     @property
-    def n_elements(self) -> int:
-        """Elements in all."""
-        return math.prod(self.shape)
-
-    @property
     def n_rows(self) -> int:
         """Rows in all dimensions but the first."""
         return math.prod(self.shape[1:])

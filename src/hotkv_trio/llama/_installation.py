@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import re
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import attrs
 
 from hotkv_trio.llama import _ffi, _tap
+from hotkv_trio.llama._engine import _processors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -72,7 +72,7 @@ def read_installation() -> Installation:
         tap_reason=why,
         processor=_processor(),
         features=_features(_ffi.system_info()),
-        processors=len(os.sched_getaffinity(0)),
+        processors=_processors(),
     )
 
 

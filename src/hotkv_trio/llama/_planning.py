@@ -14,6 +14,7 @@ import attrs
 from hotkv_trio._errors import InvalidInput
 from hotkv_trio.llama._architectures import check_range, valid_cuts
 from hotkv_trio.llama._facts import read_model_facts
+from hotkv_trio.llama._ffi import CELL_PAD
 from hotkv_trio.llama._gguf import padded
 from hotkv_trio.llama._slice import shard_weight_bytes
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from hotkv_trio._engine import Memory
     from hotkv_trio.llama._facts import ModelFacts
 
-_CELLS: Final = 256
-"""llama.cpp rounds a session's context up to a multiple of it."""
 _UNITS: Final = {"": 1} | {
     f"{letter}{suffix}": base**power
     for power, letter in enumerate("KMGT", start=1)
@@ -185,7 +184,7 @@ def plan_shards(
     if len(cuts) < n_shards - 1:
         raise InvalidInput(f"{facts.path.name} can be cut into {len(cuts) + 1} shards at most, at {list(cuts)}")
     sizes = tuple(memory) * (n_shards if len(memory) == 1 else 1)
-    n_ctx_seq = padded(n_ctx, _CELLS)
+    n_ctx_seq = padded(n_ctx, CELL_PAD)
 
     def slot(layers: tuple[int, int]) -> int:
         return facts.kv_bytes_per_token(layers, type_k, type_v) * n_ctx_seq + facts.state_bytes(layers)

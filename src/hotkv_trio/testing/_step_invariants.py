@@ -156,13 +156,13 @@ def _check_idle(runtime: Runtime) -> None:
         return
     _require(not len(runtime._scheduler.plan), "everything waits, though work is queued")
     evictable = runtime._directory.evictable
-    for nbytes, slots in [runtime._ledger.shortfall]:
-        suffices = max(-(-nbytes // runtime._info.slot_bytes), slots) <= evictable
-        head = runtime._ledger.head
-        _require(
-            head is None or not head.with_slot or not suffices,
-            f"everything waits, though evicting idle sessions ({evictable}) would let {head} go",
-        )
+    nbytes, slots = runtime._ledger.shortfall
+    suffices = max(-(-nbytes // runtime._info.slot_bytes), slots) <= evictable
+    head = runtime._ledger.head
+    _require(
+        head is None or not head.with_slot or not suffices,
+        f"everything waits, though evicting idle sessions ({evictable}) would let {head} go",
+    )
     over = runtime._ledger.borrowed_bytes > runtime._ledger.total_bytes
     _require(not (over and evictable), f"everything waits over budget, though {evictable} idle sessions could go")
     late = trio.current_time() - runtime._directory.next_expiry()
