@@ -148,6 +148,19 @@ async def hold_open(runtime: Runtime, which: SessionKey, **options: Any) -> None
         await trio.sleep_forever()
 
 
+async def hold_pinned(rig: Rig, name: str) -> None:
+    """Hold a slot that nobody can take, until cancelled."""
+    await hold_open(rig.runtime, key(name), pinned=True)
+
+
+async def open_all(rig: Rig, n_sessions: int) -> list[Session]:
+    """Start sessions in the first slots, each with two tokens: its number, as far as there are tokens, and 3."""
+    sessions = [await rig.runtime.start_session(key(f"session {number}")) for number in range(n_sessions)]
+    for number, session in enumerate(sessions):
+        await session.prefill([number % 16, 3])
+    return sessions
+
+
 async def decode_on(session: Session, rig: Rig, history: list[int], n_tokens: int) -> None:
     """Decode greedily, as its own output says, and check every row against the session alone."""
     for _ in range(n_tokens):

@@ -12,7 +12,19 @@ from trio.testing import wait_all_tasks_blocked
 
 from hotkv_trio import CacheMiss, MissReason, RuntimeClosed
 from hotkv_trio.testing import FakeEngine
-from tests.core._rig import SLOT, Caught, Rig, StepwiseEngine, hold_open, key, native_failure, open_rig, spawn, until
+from tests.core._rig import (
+    SLOT,
+    Caught,
+    Rig,
+    StepwiseEngine,
+    hold_open,
+    hold_pinned,
+    key,
+    native_failure,
+    open_rig,
+    spawn,
+    until,
+)
 
 if TYPE_CHECKING:
     from hotkv_trio import Session
@@ -39,7 +51,7 @@ async def test_open_session_while_waiting_takes_nothing_and_wakes_who_fits() -> 
     async with open_rig(FakeEngine(n_slots=2), kv_budget=2 * SLOT) as rig, trio.open_nursery() as nursery:
         runtime = rig.runtime
         for name in ("x", "y"):
-            spawn(nursery, pinned, rig, name)
+            spawn(nursery, hold_pinned, rig, name)
         await wait_all_tasks_blocked()
         scope = trio.CancelScope()
         first = spawn(nursery, hold_open, runtime, key("first", 5), scope=scope)
@@ -55,10 +67,6 @@ async def test_open_session_while_waiting_takes_nothing_and_wakes_who_fits() -> 
             runtime.get(key("first", 5))
         assert caught.value.reason is MissReason.RELEASED
         nursery.cancel_scope.cancel()
-
-
-async def pinned(rig: Rig, name: str) -> None:
-    await hold_open(rig.runtime, key(name), pinned=True)
 
 
 async def test_open_session_cancelled_at_the_head_lets_the_next_one_go() -> None:

@@ -15,7 +15,7 @@ from trio.testing import wait_all_tasks_blocked
 from hotkv_trio import CacheMiss, EngineFailed
 from hotkv_trio._compaction import Compaction, count_runs, plan_moves
 from hotkv_trio.testing import FakeEngine
-from tests.core._rig import SLOT, Rig, decode_on, key, open_rig, spawn
+from tests.core._rig import SLOT, decode_on, key, open_all, open_rig, spawn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,13 +101,6 @@ def test_what_cannot_be_brought_together_is_looked_at_ever_less_often() -> None:
 def test_where_moves_are_impossible_none_is_looked_for() -> None:
     compaction = Compaction(n_slots=3, move_cost=math.inf)
     assert not any(compaction.note([0, 2]) for _ in range(100))
-
-
-async def open_all(rig: Rig, n_sessions: int) -> list[Session]:
-    sessions = [await rig.runtime.start_session(key(f"session {number}")) for number in range(n_sessions)]
-    for number, session in enumerate(sessions):
-        await session.prefill([number, 3])
-    return sessions
 
 
 def slots_of(sessions: Sequence[Session]) -> list[int]:

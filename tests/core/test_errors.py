@@ -27,7 +27,7 @@ from hotkv_trio import (
     TruncateUnsupported,
 )
 from hotkv_trio.testing import FakeEngine
-from tests.core._rig import SLOT, Rig, hold_open, key, native_failure, open_rig, spawn
+from tests.core._rig import SLOT, Rig, hold_open, hold_pinned, key, native_failure, open_rig, spawn
 
 if TYPE_CHECKING:
     from hotkv_trio import Session
@@ -366,10 +366,6 @@ async def test_session_exists_also_while_the_first_still_waits() -> None:
             await rig.runtime.start_session(key("a"))
         assert not first.done
         nursery.cancel_scope.cancel()
-
-
-async def hold_pinned(rig: Rig, name: str) -> None:
-    await hold_open(rig.runtime, key(name), pinned=True)
 
 
 @pytest.mark.parametrize("code", [1, -1, -2, 2, -3])

@@ -10,7 +10,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from hotkv_trio.testing import FakeEngine
-from tests.core._rig import Rig, StepwiseEngine, decode_on, key, open_rig, spawn
+from tests.core._rig import Rig, StepwiseEngine, decode_on, key, open_all, open_rig, spawn
 
 if TYPE_CHECKING:
     from hotkv_trio import Session
@@ -23,13 +23,6 @@ sizes = pytest.mark.parametrize("n_sessions", [1, 2, 4, 16])
 def decode_calls(rig: Rig) -> list[int]:
     """How many sessions each decode call served."""
     return [len(group) for group in rig.engine.calls if all(append.n_tokens == 1 for append in group)]
-
-
-async def open_all(rig: Rig, n_sessions: int) -> list[Session]:
-    sessions = [await rig.runtime.start_session(key(f"session {number}")) for number in range(n_sessions)]
-    for number, session in enumerate(sessions):
-        await session.prefill([number % 16, 3])
-    return sessions
 
 
 @threaded_too
