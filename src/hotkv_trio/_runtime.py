@@ -403,17 +403,15 @@ class Runtime:
         self._directory.rest(session._entry, trio.current_time())
         if (due := self._directory.next_expiry()) < self._nap.deadline:
             self._nap.deadline = due
-        over_budget = self._ledger.borrowed_bytes > self._ledger.total_bytes
-        if session._entry.idle_since is not None and (self._ledger.waiting or over_budget):
+        if session._entry.idle_since is not None and (self._ledger.waiting or self._ledger.excess):
             self._scheduler.want_room()
 
     def _make_room(self) -> None:
-        """Evict the least recently used idle sessions that make room for the claim at the head, if they suffice."""
+        """Evict idle sessions, least recently used first: until the budget holds, and for the head if they suffice."""
         while any(shortfall := self._ledger.shortfall):
             needed = max(math.ceil(shortfall[0] / self._info.slot_bytes), shortfall[1])
-            over_budget = self._ledger.borrowed_bytes > self._ledger.total_bytes
             entry = self._directory.victim()
-            if entry is None or (needed > self._directory.evictable and not over_budget):
+            if entry is None or (needed > self._directory.evictable and not self._ledger.excess):
                 break
             self._cool(entry, MissReason.EVICTED)
         head = self._ledger.head

@@ -79,6 +79,13 @@ class Ledger:
         return self.n_slots - len(self._free) - len(self.quarantined)
 
     @property
+    def excess(self) -> int:
+        """Bytes lent beyond the budget, without those being cleared."""
+        over = self.borrowed_bytes - self.total_bytes
+        # Asked after every step of every session, which is seldom over the budget.
+        return max(0, over - sum(claim.nbytes for claim in self.granted.values() if claim.clearing)) if over > 0 else 0
+
+    @property
     def shortfall(self) -> tuple[int, int]:
         """Bytes and slots to be freed, beyond those being cleared, before the budget holds and the head can go."""
         clearing = [claim for claim in self.granted.values() if claim.clearing]

@@ -301,6 +301,18 @@ async def test_a_budget_lowered_evicts_idle_ones_until_it_fits() -> None:
         assert rig.limiter.borrowed_bytes == 2 * SLOT
 
 
+async def test_a_budget_lowered_evicts_no_more_for_a_claim_that_cannot_go_even_so() -> None:
+    async with open_rig(FakeEngine(n_slots=3)) as rig, trio.open_nursery() as nursery:
+        pinned = await rig.runtime.start_session(key("pinned"), pinned=True)
+        older, newer = [await rig.runtime.start_session(key(name)) for name in ("older", "newer")]
+        rig.limiter.total_bytes = 2 * SLOT
+        large = spawn(nursery, rig.limiter.acquire_on_behalf_of, "large", 2 * SLOT)
+        await wait_all_tasks_blocked()
+        assert [session.hot for session in (pinned, older, newer)] == [True, False, True]
+        assert (large.done, rig.limiter.borrowed_bytes, rig.statistics.evicted) == (False, 2 * SLOT, 1)
+        nursery.cancel_scope.cancel()
+
+
 async def test_a_budget_lowered_waits_for_busy_ones_and_lends_nothing_meanwhile() -> None:
     async with open_rig(FakeEngine(n_slots=2)) as rig:
         sessions = [await rig.runtime.start_session(key(name)) for name in "ab"]

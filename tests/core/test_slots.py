@@ -131,14 +131,16 @@ def test_giving_back_what_is_not_held_is_refused() -> None:
 
 def test_a_lowered_budget_takes_nothing_back_lends_nothing_and_refuses_what_can_never_fit() -> None:
     ledger = Ledger(100)
-    ledger.request("a", 40)
+    a = ledger.request("a", 40)
     ledger.request("b", 40)
     large = ledger.request("large", 60)
     small = ledger.request("small", 20)
     granted, refused = ledger.set_total(50)
     assert (granted, refused) == ([], [large])
     assert (ledger.borrowed_bytes, ledger.available_bytes) == (80, 0)
-    assert ledger.shortfall == (50, 0)
+    assert (ledger.shortfall, ledger.excess) == ((50, 0), 30)
+    ledger.begin_clearing(a)
+    assert (ledger.shortfall, ledger.excess) == ((10, 0), 0)
     assert ledger.give_back("a") == []
     assert ledger.give_back("b") == [small]
     ledger.check_integrity()
