@@ -322,7 +322,7 @@ class Session:
         self._runtime._directory.stir(self._entry)
         if not self._turn_taken:
             self._turn_taken = True
-            return
+            return  # noqa: ASYNC910
         try:
             await self._turns.park()
         except BaseException:

@@ -15,7 +15,7 @@ import trio
 
 from hotkv_trio._errors import HotKVError
 from hotkv_trio.serve._client import ShardClient, open_shard_client
-from hotkv_trio.serve._errors import ConnectionLost, Unauthorised
+from hotkv_trio.serve._errors import ConnectionLost, ProtocolError, Unauthorised
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -123,8 +123,8 @@ class ReplicaHop:
                 client: ShardClient = await self._nursery.start(self._hold, address)
                 # All replicas, and what comes back in their place, must mean the same by what they cache.
                 self._recipe = client.recipe
-        except (ConnectionLost, Unauthorised) as error:
-            # Where it was somebody else may listen by now, who does not know the token.
+        except (ConnectionLost, ProtocolError, Unauthorised) as error:
+            # Where it was somebody else may listen by now, who does not know the token, or speaks something else.
             logger.info("a replica of %s is not there: %s", self._what, error)
 
     async def _hold(self, address: ShardAddress, *, task_status: trio.TaskStatus[ShardClient]) -> None:  # noqa: ASYNC114

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 import attrs
 import trio
 
-from hotkv_trio._errors import CacheMiss, InvalidInput, RuntimeClosed, StaleEpoch
+from hotkv_trio._errors import CacheMiss, InvalidInput, MissReason, RuntimeClosed, StaleEpoch
 from hotkv_trio._keys import SessionKey
 from hotkv_trio.route._sampling import Sampler, greedy
 from hotkv_trio.serve._errors import ConnectionLost, ShardDraining
@@ -75,7 +75,7 @@ class RouteSession:
         self._hops = hops
         self._turnstiles = turnstiles
         self._number = number
-        self._id = key.route_session_id
+        self._key = key
         self._next_epoch = key.route_epoch
         self._policy = policy
         self._calls: list[_Call] = []
@@ -84,16 +84,18 @@ class RouteSession:
         self._sessions: dict[Hop, HopSession] = {}
         """Also what is left of an older epoch at a shard that was not reached since."""
         self._ready = False
+        self._ended = False
         self._replays = 0
         self._turn = trio.StrictFIFOLock()
 
     def __repr__(self) -> str:
-        return f"<hotkv_trio.route.RouteSession {self._id}, length {self._position}, {self._replays} replays>"
+        name = self._key.route_session_id
+        return f"<hotkv_trio.route.RouteSession {name}, length {self._position}, {self._replays} replays>"
 
     @property
     def key(self) -> SessionKey:
-        """The id, and the newest epoch used."""
-        return SessionKey(self._id, max(self._next_epoch - 1, 0))
+        """The id, and the newest epoch used; before the first call, the epoch that it will use."""
+        return self._key
 
     @property
     def history(self) -> tuple[int, ...]:
@@ -127,6 +129,7 @@ class RouteSession:
 
         Raises:
             StaleEpoch: another client has taken over this route session id.
+            CacheMiss: its scope has been left.
             CacheMiss, ConnectionLost, RuntimeClosed, ShardDraining: a shard did not come back for ``max_attempts``.
             HotKVError: a shard refused for another reason.
         """
@@ -169,15 +172,18 @@ class RouteSession:
 
     async def _close(self) -> None:  # noqa: ASYNC910
         """End the session at every shard that can be reached."""
+        self._ended = True
         with trio.CancelScope(shield=True):  # noqa: ASYNC912 - each takes a bounded time
-            for session in self._sessions.values():
+            for session in list(self._sessions.values()):
                 await session.aclose()
-        self._sessions.clear()
 
     async def _persist(self, call: _Call) -> npt.NDArray[np.float32] | None:
         """Make a call, whatever happens to the shards meanwhile."""
         attempts = 0
         while True:
+            if self._ended:
+                await trio.lowlevel.checkpoint()
+                raise CacheMiss(self._key, MissReason.RELEASED)
             try:
                 if not self._ready:
                     await self._restore()
@@ -201,11 +207,14 @@ class RouteSession:
 
     async def _restore(self) -> None:  # noqa: ASYNC910
         """Open the session at every shard under the next epoch, and put the history back."""
-        key = SessionKey(self._id, self._next_epoch)
+        key = self._key = SessionKey(self._key.route_session_id, self._next_epoch)
         self._next_epoch += 1
         # In the route's order, so that no two sessions wait for each other's slots.
         for hop in self._hops:
-            self._sessions[hop] = await hop.open(key)
+            session = self._sessions[hop] = await hop.open(key)
+            if self._ended:
+                await session.aclose()
+                raise CacheMiss(key, MissReason.RELEASED)
         position = 0
         for call in self._history_calls():
             await self._forward(call, position)

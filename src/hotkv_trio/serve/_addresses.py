@@ -7,6 +7,7 @@ import ipaddress
 import os
 import re
 import stat
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import attrs
@@ -17,6 +18,9 @@ from hotkv_trio._errors import InvalidInput
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Sequence
+
+_PROBES = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 30_000))
+"""Seconds, and milliseconds for the last; not every system has all."""
 
 
 @attrs.frozen
@@ -160,10 +164,12 @@ def tune(stream: trio.abc.Stream) -> None:
 
 
 def _keep_alive(stream: trio.SocketStream) -> None:
-    stream.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 30_000)):
-        if (option := getattr(trio.socket, name, None)) is not None:
-            stream.setsockopt(trio.socket.IPPROTO_TCP, option, value)
+    # A peer that is gone already is found out by the first use; some systems refuse its options before that.
+    with suppress(OSError):
+        stream.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_KEEPALIVE, 1)
+        for name, value in _PROBES:
+            if (option := getattr(trio.socket, name, None)) is not None:
+                stream.setsockopt(trio.socket.IPPROTO_TCP, option, value)
 
 
 async def _open_unix_listener(path: str) -> trio.SocketListener:

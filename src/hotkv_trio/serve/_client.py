@@ -17,7 +17,7 @@ import attrs
 import trio
 
 from hotkv_trio._engine import EngineInfo
-from hotkv_trio._errors import CacheMiss, InvalidInput, RuntimeClosed, StaleEpoch
+from hotkv_trio._errors import CacheMiss, HotKVError, InvalidInput, RuntimeClosed, StaleEpoch
 from hotkv_trio._inputs import check_append, check_at, check_length, check_output, check_single
 from hotkv_trio._keys import SessionKey
 from hotkv_trio._nursery import open_body_nursery
@@ -297,15 +297,23 @@ class ShardClient:
         self._lost = ConnectionLost(what)
         self._to_write.close()
         for call in self._calls.values():
-            call.error = attrs.evolve(self._lost)
-            call.done.set()
-            self._left(call)
+            self._fail(call, self._lost)
         self._calls.clear()
         self._room.unpark_all()
         self._ended.set()
 
+    def _fail(self, call: _Call, lost: ConnectionLost) -> None:
+        call.error = attrs.evolve(lost)
+        call.done.set()
+        self._left(call)
+
     async def _write(self) -> None:
         async for call in self._to_write:
+            if self._lost is not None:
+                # Handed over just before that, it was not among those that were told.
+                if call.id is None:
+                    self._fail(call, self._lost)
+                return  # noqa: ASYNC910
             # What is asked for at the same time goes out in one piece, and so can become one native call.
             frames = [self._frame(each) for each in (call, *waiting(self._to_write))]
             for data in joined([frame for frame in frames if frame]):
@@ -359,16 +367,17 @@ class ShardClient:
 
     def _take(self, frame: Frame[Any]) -> None:
         message = frame.message
+        is_refusal = not isinstance(message, m.CancelledReply) and type(message) not in m.ANSWERS.values()
+        # First: it is no reply at all if it carries no error.
+        error = error_of(message) if is_refusal else None
         if not message.id:
-            self._last_words = f"the server refused the connection: {error_of(message)}"
+            self._last_words = f"the server refused the connection: {error}"
             return
         call = self._calls.pop(message.id, None)
         if call is None:
             return  # the client was closed meanwhile, and its calls told so
         self._left(call)
-        call.reply = frame
-        if not isinstance(message, m.CancelledReply) and type(message) not in m.ANSWERS.values():
-            call.error = error_of(message)
+        call.reply, call.error = frame, error
         if call.settle is not None:
             call.settle(message)
         call.done.set()
@@ -431,13 +440,15 @@ class RemoteSession:
     async def aclose(self) -> None:
         """End the session; its bytes are back when this returns.  Ending twice, or what is gone, does nothing.
 
-        The server is told also after `trio.Cancelled`, and waited for no longer than ``cancel_patience``.
+        The server is told also after `trio.Cancelled`, and waited for no longer than ``cancel_patience``; what it
+        could not end by then it ends as soon as it can.
         """
-        with trio.CancelScope(shield=True, deadline=trio.current_time() + self._client._cancel_patience):  # noqa: ASYNC912
-            try:
-                await self._request(m.Release, m.Released)
-            except (CacheMiss, StaleEpoch, RuntimeClosed, ConnectionLost, ShardDraining) as exc:
-                logger.debug("nothing to release of %s: %s", self._key, exc.code)
+        if not self._client.lost:
+            released = trio.Event()
+            # A task of its own, since a request that is waited for no longer would be cancelled, which must not be.
+            self._client._nursery.start_soon(self._release, released)
+            with trio.move_on_after(self._client._cancel_patience, shield=True):  # noqa: ASYNC912
+                await released.wait()
         self._length = 0
         await trio.lowlevel.checkpoint()
 
@@ -457,12 +468,23 @@ class RemoteSession:
             given_up = True
             raise
 
+    async def _release(self, released: trio.Event) -> None:  # noqa: ASYNC910 - a request checkpoints
+        try:
+            await self._request(m.Release, m.Released)
+        except (CacheMiss, StaleEpoch, RuntimeClosed, ConnectionLost, ShardDraining) as exc:
+            logger.debug("nothing to release of %s: %s", self._key, exc.code)
+        except HotKVError as exc:
+            logger.warning("a session could not be released", extra={"code": exc.code})
+        finally:
+            released.set()
+
     async def _find(self) -> None:
         await self._request(m.Get, m.Opened)
 
     async def _append(self, kind: type[m.Prefill | m.Decode], data: Array, at: int | None, **fields: Any) -> StepResult:
         at = check_at(at)
         if at is None and self._unanswered:
+            self._client._require_open()
             raise InvalidInput("at must be given: a cancelled call has not been answered yet, the length is not known")
         at = None if at is None else _bounded("at", at)
         tensor, raw = to_wire(data, self._client.dtype)

@@ -258,6 +258,7 @@ class ClientEnd(_End[m.ServerMessage]):
         super().__init__(_SERVER_MESSAGES, max_frame=max_frame, max_header=max_frame)
         self._last_id = 0
         self._unanswered: dict[int, type[m.Reply]] = {}
+        self._cancelled: set[int] = set()
         self.peer_max_frame: int = MAX_HELLO
         """Bytes of a frame that the server takes."""
 
@@ -294,6 +295,8 @@ class ClientEnd(_End[m.ServerMessage]):
                 raise RuntimeError(f"request {message.id} after request {self._last_id}")
             self._last_id = message.id
             self._unanswered[message.id] = m.ANSWERS[type(message)]
+        elif message.id in self._unanswered:
+            self._cancelled.add(message.id)
         return encode_frame(message, tensor)
 
     def _accept(self, frame: Frame[m.ServerMessage]) -> None:
@@ -307,12 +310,15 @@ class ClientEnd(_End[m.ServerMessage]):
             self.peer_max_frame = min(message.max_frame, MAX_FRAME)
             return
         if not message.id:
-            if type(message) in m.ANSWERS.values():
+            if type(message) in {*m.ANSWERS.values(), m.CancelledReply, m.WouldBlockReply}:
                 raise ProtocolError(f"a {tag_of(message)} that answers no request")
             return
         answer = self._unanswered.pop(message.id, None)
         if answer is None:
             raise ProtocolError(f"a {tag_of(message)} for request {message.id}, which does not wait for one")
+        if isinstance(message, m.CancelledReply) and message.id not in self._cancelled:
+            raise ProtocolError(f"request {message.id} is said to be cancelled, and was not")
+        self._cancelled.discard(message.id)
         if type(message) in m.ANSWERS.values() and type(message) is not answer:
             raise ProtocolError(f"a {tag_of(message)} where request {message.id} waits for another reply")
 

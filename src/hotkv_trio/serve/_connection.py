@@ -4,7 +4,7 @@
   side by side.  It answers itself what needs no session, and what it refuses.
 - The *writer* takes one reply at a time.  A peer that does not read stops its writer, then its lanes at their next
   reply, then its reader at its next refusal; no step is held by that, since each has ended before its reply waits.
-- A request counts against the limits until its reply is written.
+- A request counts against the limits until the writer has its reply: a peer that has read one may ask again.
 - When the connection ends, its nursery is cancelled: requests under way and sessions that are not kept end with it.
 """
 
@@ -368,19 +368,20 @@ class Connection:
         async for answer in answers:
             # Sessions of one native call are answered in one piece: the peer's next requests then come together too.
             batch = [answer, *waiting(answers)]
+            for each in batch:
+                self._discount(each.job)
             for data in joined([self._end.send(each.message, each.tensor) for each in batch]):
                 await self._send(data)
-            for each in batch:
-                self._answered(each)
+            if any(isinstance(each.message, m.Goodbye) for each in batch):
+                self._said_goodbye = True
+                self._nursery.cancel_scope.cancel(reason="the server said goodbye")
 
-    def _answered(self, answer: Answer) -> None:
-        if (job := answer.job) is not None and self._jobs.pop(job.request.id, None) is job:
+    def _discount(self, job: Job | None) -> None:
+        # One that was refused was never counted.
+        if job is not None and self._jobs.pop(job.request.id, None) is job:
             self._queued_bytes -= job.frame.nbytes
             if not self._jobs:
                 self._idle.set()
-        if isinstance(answer.message, m.Goodbye):
-            self._said_goodbye = True
-            self._nursery.cancel_scope.cancel(reason="the server said goodbye")
 
     async def _send(self, data: bytes) -> None:  # noqa: ASYNC910
         self._within_frame = True

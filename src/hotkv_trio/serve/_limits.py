@@ -14,6 +14,11 @@ MAX_REQUEST_HEADER = 65_536
 """Bytes of a request's header."""
 
 
+def _check_count(_instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not value > 0:
+        raise InvalidInput(f"{attribute.name} must be an integer > 0, not {value!r:.200}")
+
+
 def _check_positive(_instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
         raise InvalidInput(f"{attribute.name} must be a number > 0, not {value!r:.200}")
@@ -24,18 +29,19 @@ class Limits:
     """Limits of a `ShardServer`.
 
     Raises:
-        InvalidInput: one is not a number > 0, or the queue is smaller than a frame.
+        InvalidInput: one is not a number > 0, or not a whole one where things are counted, or the queue is smaller
+            than a frame.
     """
 
-    max_frame: int = attrs.field(default=64 * 2**20, validator=_check_positive)
+    max_frame: int = attrs.field(default=64 * 2**20, validator=_check_count)
     """Bytes of a frame, in either direction."""
-    max_requests: int = attrs.field(default=256, validator=_check_positive)
+    max_requests: int = attrs.field(default=256, validator=_check_count)
     """Requests of one connection that are not answered yet."""
-    max_queued_bytes: int = attrs.field(default=128 * 2**20, validator=_check_positive)
+    max_queued_bytes: int = attrs.field(default=128 * 2**20, validator=_check_count)
     """Bytes of those requests."""
-    max_sessions: int = attrs.field(default=256, validator=_check_positive)
+    max_sessions: int = attrs.field(default=256, validator=_check_count)
     """Sessions of one connection that end with it."""
-    max_connections: int = attrs.field(default=1024, validator=_check_positive)
+    max_connections: int = attrs.field(default=1024, validator=_check_count)
     """Connections of one server; one more is closed at once."""
     hello_timeout: float = attrs.field(default=10.0, validator=_check_positive)
     """Seconds from the accept until a valid hello, TLS included."""

@@ -25,10 +25,13 @@ def read_tokens(path: str | os.PathLike[str] | None = None) -> list[str]:
     """Return the tokens in a file, one a line, or without one in ``HOTKV_TOKEN``; empty lines and ``#`` are skipped.
 
     Raises:
-        InvalidInput: one is too short.
+        InvalidInput: one is too short, or the file is no text.
         OSError: the file cannot be read.
     """
-    text = os.environ.get(TOKEN_VARIABLE, "") if path is None else Path(path).read_text(encoding="utf-8")
+    try:
+        text = os.environ.get(TOKEN_VARIABLE, "") if path is None else Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise InvalidInput(f"{path} holds no tokens: it is no text in UTF-8") from None
     lines = (line.strip() for line in text.splitlines())
     return check_tokens(line for line in lines if line and not line.startswith("#"))
 

@@ -70,13 +70,19 @@ def error_of(refusal: m.Reply) -> Exception:
     """Return the error that a refusal carries, with the client's own key.
 
     `CancelledReply` has none: it answers nobody but who cancelled.
+
+    Raises:
+        ProtocolError: what it carries is no such error.
     """
     if isinstance(refusal, m.WouldBlockReply):
         return trio.WouldBlock()
     make: Callable[..., HotKVError] = _ERROR_OF[type(refusal)]
     fields = {name: getattr(refusal, name) for name in refusal.__struct_fields__ if name != "id"}
     if "session" in fields:
-        fields["key"] = SessionKey(fields.pop("session"), fields.pop("epoch"))
+        try:
+            fields["key"] = SessionKey(fields.pop("session"), fields.pop("epoch"))
+        except InvalidInput as exc:
+            raise ProtocolError(f"a refusal for no session: {exc.what}") from None
     if isinstance(refusal, m.RecipeMismatchReply):
         fields["fields"] = {name: (_value(ours), _value(theirs)) for name, (ours, theirs) in refusal.fields.items()}
     return make(**fields)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 OURS, STOCK, SERVER, LIMIT = "hotkv-trio", "llama-cpp-python", "llama-server", "llama-batched-bench"
 _INTERLEAVED = 4
 """Sessions that llama-cpp-python is given by turns."""
+_TOGETHER = 512
+"""Tokens of a prompt in one call: as many as all peers compute at once, unless told otherwise."""
 
 
 async def measure_peers(setting: Setting) -> Findings:
@@ -53,7 +55,8 @@ async def measure_peers(setting: Setting) -> Findings:
     return Findings(
         suite="peers",
         title=f"{sizes.peer_prompt} prompt + {sizes.peer_tokens} generated tokens a session",
-        caption="Everybody with flash attention, f16 KV, as many threads, random prompts, and the most likely token."
+        caption="Everybody with flash attention, f16 KV, as many threads, random prompts in calls of up to"
+        f" {_TOGETHER} tokens, and the most likely token."
         " llama-cpp-python serves one session after the other; by turns it saves and loads its state.",
         rows=rows,
         bars=bars,
@@ -69,7 +72,7 @@ async def _whole_sessions(setting: Setting, n: int) -> dict[str, list[float]]:
     sizes, threads = setting.sizes, setting.threads or _processors()
     room = sizes.peer_prompt + sizes.peer_tokens
     async with AsyncExitStack() as stack:
-        bench = await stack.enter_async_context(open_bench(setting, n_slots=n, n_ctx=room))
+        bench = await stack.enter_async_context(open_bench(setting, n_slots=n, n_ctx=room, prefill_chunk=_TOGETHER))
         prompts = _prompts(bench, n, setting)
 
         async def ours() -> float:
