@@ -85,7 +85,7 @@ def test_what_is_no_whole_model_is_refused(shell: Shell, tmp_path: Path, kind: s
     [
         (["--layers", "0:3"], "the nearest valid cuts are 2 and 4"),
         (["--layers", "0"], "no range of layers"),
-        (["--type-k", "q9"], "'q9' is not the name of a ggml type"),
+        (["--type-k", "q9"], "iq4_nl, not 'q9'"),
     ],
 )
 def test_a_bad_question_is_refused(shell: Shell, tmp_path: Path, options: list[str], what: str) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hotkv_trio._cli import main
+from tests.cli._shell import unusable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,6 +46,29 @@ def test_unknown_command(shell: Shell) -> None:
     assert called.status == 2
     assert "demo" in called.err
     assert "Next: hotkv-trio --help" in called.err
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *(["serve", "m.gguf", "--listen", "unix:s", *option] for option in (["--grace", "-1"], ["--idle-ttl", "0"])),
+        *(["serve", "m.gguf", "--listen", "unix:s", *option] for option in (["--silence", "0"], ["--budget", "-5"])),
+        *(["top", "--connect", "unix:s", *option] for option in (["--interval", "-1"], ["--looks", "0"])),
+    ],
+    ids=lambda arguments: " ".join((arguments[0], *arguments[-2:])),
+)
+def test_a_number_that_makes_no_sense_is_refused_before_anything_is_done(shell: Shell, option: list[str]) -> None:
+    called = shell(*option)
+    assert called.status == 2
+    assert f"for {option[-2]}. Must be >" in called.err
+    assert "Next: hotkv-trio" in called.err
+
+
+@pytest.mark.parametrize("kind", ["absent", "foreign", "cut header", "cut weights"])
+def test_a_vocabulary_is_looked_for_in_a_whole_file(shell: Shell, tmp_path: Path, kind: str) -> None:
+    model = unusable(tmp_path, kind)
+    called = shell("generate", "--route", "unix:s", "--model", model, "--prompt", "a")
+    assert called.is_refusal(str(model), "a whole GGUF file")
 
 
 @pytest.mark.parametrize("missing", ["cyclopts", "rich"])

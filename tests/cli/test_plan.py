@@ -76,7 +76,7 @@ def test_json_is_the_whole_plan(shell: Shell, tmp_path: Path) -> None:
         (["--shards", 2, "--memory", "1GiB,1GiB,1GiB"], "one size for all shards or one for each"),
         (["--shards", 2, "--memory", "plenty"], "'plenty' is no size in bytes: write 8GiB"),
         (["--shards", 2, "--memory", "10KiB"], "give it more, cut into more shards, or shorten the context"),
-        (["--shards", 2, "--type-v", "q9"], "not the name of a ggml type"),
+        (["--shards", 2, "--type-v", "q9"], "iq4_nl, not 'q9'"),
     ],
 )
 def test_what_cannot_be_is_refused(shell: Shell, tmp_path: Path, options: list[object], what: str) -> None:

@@ -75,7 +75,7 @@ def test_a_cache_type_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     facts = read_model_facts(build_tiny_gguf(tmp_path / "m.gguf", n_embd=48, n_ff=32))
     with pytest.raises(InvalidInput, match="24 elements is not a whole number of Q8_0 blocks of 32"):
         facts.kv_bytes_per_token(None, "f16", "q8_0")
-    with pytest.raises(InvalidInput, match="'int4' is not the name of a ggml type"):
+    with pytest.raises(InvalidInput, match="iq4_nl, not 'int4'"):
         facts.kv_bytes_per_token(None, "int4")
 
 

@@ -49,12 +49,15 @@ async def generate(
     A shard that is lost is waited for, and put back to where it was: the text is the same as if nothing had happened.
     """
     from hotkv_trio.llama import Vocabulary
+    from hotkv_trio.llama._gguf import read_gguf
     from hotkv_trio.route import open_route
 
     if (route is None) == (cluster is None):
         with advising("--route ADDRESS..., as hotkv-trio serve printed them, or --cluster NAME"):
             raise InvalidInput("either a route or a cluster's deployment is needed")
     with advising(A_WHOLE_MODEL):
+        # For its words, where the file is none: llama.cpp's speak of other things.
+        read_gguf(model)
         vocabulary = Vocabulary(model)
     try:
         context = client_context(authority, certificate)

@@ -10,7 +10,7 @@ from pathlib import Path  # ruff: ignore[typing-only-standard-library-import]
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import trio
-from cyclopts import Parameter
+from cyclopts import Parameter, validators
 from rich.console import Console
 
 from hotkv_trio._cli._advice import A_WHOLE_MODEL, WHO_MAY, advising
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hotkv_trio.llama import KVType, LlamaEngine
     from hotkv_trio.serve import ShardServer
 
+_SOME = validators.Number(gt=0)
 _SAFE = "127.0.0.1:PORT, or unix:PATH in a folder that exists; beyond this machine: --token-file and --certificate"
 
 
@@ -48,11 +49,14 @@ async def serve(
     type_v: TypeV = "f16",
     threads: Annotated[int | None, Parameter(help="CPU threads; else one for each processor.")] = None,
     exact: Annotated[bool, Parameter(negative=(), help="One session in each native call.")] = False,
-    prefill_chunk: Annotated[int, Parameter(help="Tokens of a prefill in one native call.")] = 128,
+    prefill_chunk: Annotated[int, Parameter(validator=_SOME, help="Tokens of a prefill in one native call.")] = 128,
     budget: Annotated[
-        int | None, Parameter(help="Bytes of KV that all sessions together may hold: those of one session at least.")
+        int | None,
+        Parameter(validator=_SOME, help="Bytes of KV that all sessions together may hold: those of one at least."),
     ] = None,
-    idle_ttl: Annotated[float, Parameter(help="Seconds after which an idle session loses its KV.")] = 600.0,
+    idle_ttl: Annotated[
+        float, Parameter(validator=_SOME, help="Seconds after which an idle session loses its KV.")
+    ] = 600.0,
     token_file: Annotated[
         Path | None, Parameter(help="Tokens of clients, one a line; else those in HOTKV_TOKEN.")
     ] = None,
@@ -61,9 +65,15 @@ async def serve(
         Path | None, Parameter(help="PEM file: clients need a certificate of this authority.")
     ] = None,
     insecure: Annotated[bool, Parameter(negative=(), help="Allow plain TCP beyond this machine.")] = False,
-    grace: Annotated[float, Parameter(help="Seconds that requests may take to end on SIGTERM.")] = 30.0,
+    grace: Annotated[
+        float, Parameter(validator=validators.Number(gte=0), help="Seconds that requests may take to end on SIGTERM.")
+    ] = 30.0,
     silence: Annotated[
-        float, Parameter(help="Seconds after which a client of whom nothing comes, not even a ping, counts as gone.")
+        float,
+        Parameter(
+            validator=_SOME,
+            help="Seconds after which a client of whom nothing comes, not even a ping, counts as gone.",
+        ),
     ] = 60.0,
     metrics: Annotated[
         str | None,
@@ -90,7 +100,8 @@ async def serve(
             _opened(engine, kv_budget=budget, idle_ttl=idle_ttl, prefill_chunk=prefill_chunk, exact=exact) as runtime,
         ):
             if budget is not None and budget < (needed := runtime.info.slot_bytes):
-                raise InvalidInput(f"--budget {budget}: one session of {context} tokens takes {needed} bytes")
+                with advising(f"--budget {needed} or more, or a smaller --context"):
+                    raise InvalidInput(f"--budget {budget}: one session of {context} tokens takes {needed} bytes")
             server = ShardServer(runtime, tokens=tokens, limits=Limits(silence_timeout=silence))
             tell(server)
             async with trio.open_nursery() as nursery:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import attrs
 import trio
-from cyclopts import Parameter
+from cyclopts import Parameter, validators
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
@@ -38,8 +38,10 @@ class _Seen:
 async def top(
     *,
     connect: Annotated[list[str], Parameter(consume_multiple=True, negative=(), help="Addresses of shard servers.")],
-    interval: Annotated[float, Parameter(help="Seconds between two looks.")] = 1.0,
-    looks: Annotated[int | None, Parameter(help="How often to look; else until interrupted.")] = None,
+    interval: Annotated[float, Parameter(validator=validators.Number(gt=0), help="Seconds between two looks.")] = 1.0,
+    looks: Annotated[
+        int | None, Parameter(validator=validators.Number(gte=1), help="How often to look; else until interrupted.")
+    ] = None,
     token_file: Annotated[Path | None, Parameter(help="A token to show, in a file; else that in HOTKV_TOKEN.")] = None,
     authority: Annotated[Path | None, Parameter(help="PEM file of the authority to trust: TLS.")] = None,
     certificate: Annotated[

@@ -175,16 +175,19 @@ class ModelFacts:
         return sum(self.recurrent[first:end]) * self.state_bytes_per_layer
 
 
+CACHE_TYPES: Final = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+"""The ggml types that keys and values may be stored as."""
+
+
 def cache_type(name: str) -> GGMLQuantizationType:
     """Return the ggml type of a name such as ``f16`` or ``q8_0``.
 
     Raises:
-        InvalidInput: there is none of that name.
+        InvalidInput: it is none of `CACHE_TYPES`.
     """
-    try:
-        return GGMLQuantizationType[name.upper()]
-    except KeyError:
-        raise InvalidInput(f"{name!r} is not the name of a ggml type; f16, bf16, f32 and q8_0 are") from None
+    if name not in CACHE_TYPES:
+        raise InvalidInput(f"keys and values are stored as one of {', '.join(CACHE_TYPES)}, not {name!r:.200}")
+    return GGMLQuantizationType[name.upper()]
 
 
 def read_model_facts(path: str | os.PathLike[str]) -> ModelFacts:

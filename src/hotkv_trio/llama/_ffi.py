@@ -19,6 +19,7 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType
 
 from hotkv_trio.llama import _log
+from hotkv_trio.llama._facts import CACHE_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,10 +34,7 @@ MAX_SLOTS: Final = 256
 CELL_PAD: Final = 256
 """llama.cpp rounds the tokens of a sequence up to a multiple of this."""
 
-KV_TYPES: Final = {
-    name: GGMLQuantizationType[name.upper()].value
-    for name in ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
-}
+KV_TYPES: Final = {name: GGMLQuantizationType[name.upper()].value for name in CACHE_TYPES}
 """Types that KV can be stored in: those that the CPU can write rows of and flash attention can read."""
 
 ROPE_NONE: Final = lib.LLAMA_ROPE_TYPE_NONE

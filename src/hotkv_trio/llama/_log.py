@@ -29,6 +29,10 @@ _BUFFER: Final = re.compile(r"\b(KV|RS) buffer size = +([0-9.]+) MiB")
 _COMPLAINT: Final = re.compile(r"error|fail|invalid|unsupported|unknown|does not", re.IGNORECASE)
 
 
+_FORESEEN: Final = re.compile(r"adding \d+ dummy tokens")
+"""What llama.cpp warns of wherever a file has no vocabulary, as no shard's has."""
+
+
 class _PerThread(threading.local):
     """One thread's unfinished line, and where it collects."""
 
@@ -65,7 +69,7 @@ def _finish(line: str) -> None:
     if line.strip(" ."):
         if _thread.collected is not None:
             _thread.collected.append(line)
-        LOGGER.log(_thread.level, "%s", line)
+        LOGGER.log(logging.DEBUG if _FORESEEN.search(line) else _thread.level, "%s", line)
 
 
 @contextlib.contextmanager
