@@ -662,6 +662,12 @@ def test_pieces_of_lines_become_lines(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.levelname for record in caplog.records] == ["INFO", "INFO", "ERROR", "WARNING", "DEBUG"]
 
 
+def test_what_llama_cpp_says_of_every_shard_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "hotkv_trio.llama"):
+        _log.receive(3, b"load: adding 49152 dummy tokens\n")
+    assert [record.levelname for record in caplog.records] == ["DEBUG"]
+
+
 def test_the_log_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception in a callback from C has nowhere to go."""
 
