@@ -42,11 +42,8 @@ if TYPE_CHECKING:
 
     from hotkv_trio._engine import Append, Rows
     from hotkv_trio._isolation import IsolationReport
-    from hotkv_trio.llama._facts import ModelFacts
+    from hotkv_trio.llama._facts import KVType, ModelFacts
     from hotkv_trio.llama._tap import TapKind
-
-KVType: TypeAlias = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
-"""How keys or values are stored."""
 
 Layout: TypeAlias = Literal["streams", "unified"]
 """How slots share a context's cells: each has a stream of its own, or all take them from one."""

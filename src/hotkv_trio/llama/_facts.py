@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, get_args
 
 import attrs
 from gguf.constants import GGMLQuantizationType
@@ -175,8 +175,10 @@ class ModelFacts:
         return sum(self.recurrent[first:end]) * self.state_bytes_per_layer
 
 
-CACHE_TYPES: Final = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
-"""The ggml types that keys and values may be stored as."""
+KVType: TypeAlias = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
+"""How keys or values are stored."""
+CACHE_TYPES: Final[tuple[str, ...]] = get_args(KVType)
+"""The same, as names of ggml's types."""
 
 
 def cache_type(name: str) -> GGMLQuantizationType:
