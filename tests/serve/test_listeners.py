@@ -6,6 +6,7 @@ import socket
 import ssl
 import stat
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import trio
 
 from hotkv_trio import InvalidInput
 from hotkv_trio.serve import ConnectionLost, open_shard_client
-from hotkv_trio.serve._addresses import TCPAddress, UnixAddress, is_loopback, parse_address
+from hotkv_trio.serve._addresses import TCPAddress, UnixAddress, is_loopback, open_listeners, parse_address
 from tests.serve._rig import ALICE, key, open_rig, until
 
 if TYPE_CHECKING:
@@ -121,6 +122,48 @@ async def test_a_deserted_unix_socket_is_replaced_one_in_use_is_not(tmp_path: Pa
         with pytest.raises(FileExistsError):
             await rig.server.serve(f"unix:{tmp_path / 'file'}")
         assert (tmp_path / "file").read_text(encoding="utf-8") == "kept"
+
+
+@pytest.mark.parametrize("end", ["drained", "cancelled", "never served"])
+@pytest.mark.parametrize("encrypted", [False, True])
+async def test_the_file_of_a_unix_socket_goes_with_its_server(tmp_path: Path, end: str, *, encrypted: bool) -> None:
+    path = tmp_path / "shard.sock"
+    options: dict[str, Any] = {"ssl_context": server_context() if encrypted else None}
+    async with open_rig() as rig, trio.open_nursery() as nursery:
+        if end == "never served":
+            with pytest.raises(InvalidInput):
+                await rig.server.serve(f"unix:{path}", "no address", **options)
+        else:
+            await nursery.start(partial(rig.server.serve, f"unix:{path}", **options))
+            assert path.is_socket()
+            if end == "drained":
+                await rig.server.drain(1)
+            nursery.cancel_scope.cancel()
+    assert not path.exists()
+
+
+async def test_a_unix_socket_that_another_server_has_bound_meanwhile_stays(tmp_path: Path) -> None:
+    path = tmp_path / "shard.sock"
+    async with serving(f"unix:{path}") as (newer, _):
+        path.rename(tmp_path / "newer")
+        async with serving(f"unix:{path}"):
+            path.unlink()
+            (tmp_path / "newer").rename(path)
+        await use(newer, f"unix:{path}")
+    assert not path.exists()
+
+
+async def test_a_listener_closed_twice_removes_nothing_the_second_time(tmp_path: Path) -> None:
+    path = tmp_path / "shard.sock"
+    (listener,) = await open_listeners(UnixAddress(str(path)), has_token=False, ssl_context=None, insecure=False)
+    before = path.stat().st_ino
+    await listener.aclose()
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        if path.stat().st_ino != before:
+            pytest.skip("this file system gave the other socket an inode number of its own")
+        await listener.aclose()
+        assert path.is_socket()
 
 
 async def test_tls(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import os
 import re
 import stat
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, final
 
 import attrs
 import trio
@@ -65,14 +65,15 @@ async def open_listeners(
 ) -> Sequence[trio.abc.Listener[trio.abc.Stream]]:
     """Listen.
 
-    A Unix socket is the owner's alone (mode 0600).  One that nobody listens on any more is replaced.
+    A Unix socket is the owner's alone (mode 0600).  One that nobody listens on any more is replaced.  The file goes
+    when the listener is closed, unless another's is there by then.
 
     Raises:
         InvalidInput: the address is beyond loopback and there is no token, or neither TLS nor ``insecure``.
         OSError: it cannot be had.
     """
     if isinstance(where, UnixAddress):
-        listeners: Sequence[trio.SocketListener] = [await _open_unix_listener(where.path)]
+        listeners: Sequence[trio.abc.Listener[trio.SocketStream]] = [await _open_unix_listener(where.path)]
     else:
         found = await trio.socket.getaddrinfo(
             where.host, where.port, type=trio.socket.SOCK_STREAM, flags=trio.socket.AI_PASSIVE
@@ -147,6 +148,8 @@ def name_of(listener: trio.abc.Listener[trio.abc.Stream]) -> str:
     """Return where a listener listens, as an address."""
     if isinstance(listener, trio.SSLListener):
         return name_of(listener.transport_listener)
+    if isinstance(listener, _UnixListener):
+        return str(UnixAddress(listener.path))
     if not isinstance(listener, trio.SocketListener):
         return repr(listener)
     name = listener.socket.getsockname()
@@ -172,7 +175,33 @@ def _keep_alive(stream: trio.SocketStream) -> None:
                 stream.setsockopt(trio.socket.IPPROTO_TCP, option, value)
 
 
-async def _open_unix_listener(path: str) -> trio.SocketListener:
+@final
+class _UnixListener(trio.abc.Listener[trio.SocketStream]):
+    """A Unix socket that takes its file with it."""
+
+    def __init__(self, sock: trio.socket.SocketType, path: str) -> None:
+        self.path = path
+        self._inner = trio.SocketListener(sock)
+        self._file = _identity(path)
+
+    async def accept(self) -> trio.SocketStream:
+        return await self._inner.accept()
+
+    async def aclose(self) -> None:
+        # Before the close, which sets the number of the file's inode free for another's socket at this path.
+        if self._inner.socket.fileno() >= 0:
+            with suppress(OSError):
+                if _identity(self.path) == self._file:
+                    os.unlink(self.path)  # noqa: PTH108, ASYNC240
+        await self._inner.aclose()
+
+
+def _identity(path: str) -> tuple[int, int]:
+    found = os.lstat(path)
+    return found.st_dev, found.st_ino
+
+
+async def _open_unix_listener(path: str) -> _UnixListener:
     await _remove_deserted(path)
     sock = trio.socket.socket(trio.socket.AF_UNIX, trio.socket.SOCK_STREAM)
     try:
@@ -180,10 +209,10 @@ async def _open_unix_listener(path: str) -> trio.SocketListener:
         # Nobody can connect before listen.
         os.chmod(path, 0o600)  # noqa: PTH101, ASYNC240
         sock.listen(256)
+        return _UnixListener(sock, path)
     except BaseException:
         sock.close()
         raise
-    return trio.SocketListener(sock)
 
 
 async def _remove_deserted(path: str) -> None:  # noqa: ASYNC910

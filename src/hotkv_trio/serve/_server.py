@@ -119,7 +119,8 @@ class ShardServer:
     ) -> None:
         """Listen and serve until cancelled or drained; ``started`` carries the addresses, once connections are taken.
 
-        After `trio.Cancelled` every connection is closed, and the sessions that ended with them are released.
+        After `trio.Cancelled` every connection is closed, and the sessions that ended with them are released.  The file
+        of a Unix socket is gone when this ends, unless another's has come in its place.
 
         Args:
             where: addresses ``HOST:PORT``, ``[IPV6]:PORT`` or ``unix:PATH``; or listeners of the caller's own, who
