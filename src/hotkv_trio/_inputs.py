@@ -1,4 +1,4 @@
-"""What a caller may hand to an append: checked and copied here, before anything is queued.
+"""What a caller may hand over: counts; and to an append, checked and copied here before anything is queued.
 
 A copy, because work waits: an array that its owner changes meanwhile must not change what is appended.
 """
@@ -21,6 +21,17 @@ Tokens: TypeAlias = npt.NDArray[np.int32]
 """int32 (n,), C-contiguous."""
 Hidden: TypeAlias = npt.NDArray[np.float32]
 """float32 (n, n_embd), C-contiguous, finite."""
+
+
+def check_count(name: str, value: Any) -> int:
+    """Return how many there are of something, at least one.
+
+    Raises:
+        InvalidInput: it is not an integer > 0.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise InvalidInput(f"{name} must be an integer > 0, not {value!r:.200}")
+    return value
 
 
 def check_append(info: EngineInfo, data: Any) -> Tokens | Hidden:
@@ -70,7 +81,7 @@ def check_at(at: Any) -> int | None:
     """
     if at is None:
         return None
-    return _check_count("at", at)
+    return _check_index("at", at)
 
 
 def check_length(length: Any) -> int:
@@ -79,7 +90,7 @@ def check_length(length: Any) -> int:
     Raises:
         InvalidInput: it is not an integer >= 0.
     """
-    return _check_count("length", length)
+    return _check_index("length", length)
 
 
 def check_output(output: Any) -> Output:
@@ -93,14 +104,14 @@ def check_output(output: Any) -> Output:
     return output
 
 
-def _check_count(name: str, value: Any) -> int:
+def _check_index(name: str, value: Any) -> int:
     try:
-        count = operator.index(value)
+        index = operator.index(value)
     except TypeError:
-        count = -1
-    if count < 0 or isinstance(value, bool):
+        index = -1
+    if index < 0 or isinstance(value, bool):
         raise InvalidInput(f"{name} must be an integer >= 0, not {value!r:.200}")
-    return count
+    return index
 
 
 def _check_tokens(info: EngineInfo, data: Any) -> Tokens:

@@ -13,6 +13,7 @@ import outcome
 import trio
 
 from hotkv_trio._errors import BudgetExceeded, InvalidInput
+from hotkv_trio._inputs import check_count
 from hotkv_trio._slots import Claim, Ledger
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class KVLimiter:
     @trio.lowlevel.enable_ki_protection
     def acquire_on_behalf_of_nowait(self, borrower: Hashable, nbytes: int) -> None:
         """Borrow bytes for ``borrower``, without waiting; see `acquire_nowait`."""
-        claim = self._ledger.request(borrower, _check_nbytes(nbytes))
+        claim = self._ledger.request(borrower, check_count("the bytes to borrow", nbytes))
         if not claim.granted:
             self._ledger.withdraw(claim)
             raise trio.WouldBlock
@@ -139,7 +140,7 @@ class KVLimiter:
     async def acquire_on_behalf_of(self, borrower: Hashable, nbytes: int) -> None:
         """Borrow bytes for ``borrower``; see `acquire`, also for what is true after `trio.Cancelled`."""
         await trio.lowlevel.checkpoint_if_cancelled()
-        claim = self._ledger.request(borrower, _check_nbytes(nbytes))
+        claim = self._ledger.request(borrower, check_count("the bytes to borrow", nbytes))
         await self._wait(claim)
 
     def release(self) -> None:
@@ -211,9 +212,3 @@ def _check_total(total_bytes: object) -> int:
     if not isinstance(total_bytes, int) or isinstance(total_bytes, bool) or total_bytes < 0:
         raise InvalidInput(f"total_bytes must be an integer >= 0, not {total_bytes!r:.200}")
     return total_bytes
-
-
-def _check_nbytes(nbytes: object) -> int:
-    if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes <= 0:
-        raise InvalidInput(f"the bytes to borrow must be an integer > 0, not {nbytes!r:.200}")
-    return nbytes

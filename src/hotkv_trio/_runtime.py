@@ -31,6 +31,7 @@ from hotkv_trio._errors import (
     RuntimeClosed,
     StaleEpoch,
 )
+from hotkv_trio._inputs import check_count
 from hotkv_trio._isolation import MOST_SLOTS, IsolationReport, prove
 from hotkv_trio._keys import SessionKey
 from hotkv_trio._limiter import KVLimiter
@@ -642,12 +643,11 @@ class Options:
         Raises:
             InvalidInput: one is not what it should be.
         """
-        if kv_budget is not None and not _is_count(kv_budget):
-            raise InvalidInput(f"kv_budget must be None or an integer > 0 (bytes), not {kv_budget!r:.200}")
+        if kv_budget is not None:
+            check_count("kv_budget (bytes, or None)", kv_budget)
         if idle_ttl is not None and not (_is_number(idle_ttl) and idle_ttl > 0):
             raise InvalidInput(f"idle_ttl must be None or a number > 0 (seconds), not {idle_ttl!r:.200}")
-        if not _is_count(prefill_chunk):
-            raise InvalidInput(f"prefill_chunk must be an integer > 0 (tokens), not {prefill_chunk!r:.200}")
+        check_count("prefill_chunk (tokens)", prefill_chunk)
         if not isinstance(exact, bool):
             raise InvalidInput(f"exact must be a bool, not {exact!r:.200}")
         return cls(
@@ -753,10 +753,6 @@ def _advance(proof: Generator[None, None, IsolationReport]) -> IsolationReport |
         report: IsolationReport = stop.value
         return report
     return None
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _is_number(value: Any) -> bool:

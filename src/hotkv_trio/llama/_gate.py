@@ -87,17 +87,17 @@ def check_options(
     """
     if layers is not None and not _is_range(layers):
         raise InvalidInput(f"layers={layers!r}: the first layer and one past the last, two integers, or None for all")
-    if not _is_count(n_slots) or not 1 <= n_slots <= max_slots:
+    if not _is_integer(n_slots) or not 1 <= n_slots <= max_slots:
         raise InvalidInput(f"n_slots={n_slots!r}: 1 to {max_slots} sequences fit in one context")
     most = _MAX_POSITION // n_slots // cell_pad * cell_pad
-    if not _is_count(n_ctx) or not 1 <= n_ctx <= most:
+    if not _is_integer(n_ctx) or not 1 <= n_ctx <= most:
         raise InvalidInput(f"n_ctx={n_ctx!r}: a session holds 1 to {most} tokens where there are {n_slots} slots")
     for name, kind in (("type_k", type_k), ("type_v", type_v)):
         if kind not in tuple(kv_types):
             raise InvalidInput(f"{name}={kind!r}: KV is stored as {', '.join(kv_types)}")
     if layout not in LAYOUTS:
         raise InvalidInput(f"layout={layout!r}: 'streams', or 'unified' with its weaker promise")
-    if threads is not None and (not _is_count(threads) or not 1 <= threads <= MAX_THREADS):
+    if threads is not None and (not _is_integer(threads) or not 1 <= threads <= MAX_THREADS):
         raise InvalidInput(f"threads={threads!r}: 1 to {MAX_THREADS}, or None for one a processor")
     if tap not in TAPS:
         raise InvalidInput(f"tap={tap!r}: 'auto', 'native' or 'python'")
@@ -115,10 +115,10 @@ def check_memory(n_bytes: int) -> None:
 
 
 def _is_range(value: object) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and all(map(_is_count, value)) and 0 <= value[0] < value[1]
+    return isinstance(value, tuple) and len(value) == 2 and all(map(_is_integer, value)) and 0 <= value[0] < value[1]
 
 
-def _is_count(value: object) -> bool:
+def _is_integer(value: object) -> bool:
     return type(value) is int
 
 

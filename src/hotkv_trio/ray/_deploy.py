@@ -10,11 +10,12 @@ import logging
 import secrets
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import trio
 
 from hotkv_trio._errors import InvalidInput
+from hotkv_trio._inputs import check_count
 from hotkv_trio.llama._digest import model_digest
 from hotkv_trio.llama._facts import read_model_facts
 from hotkv_trio.llama._planning import ShardPlan, plan_shards
@@ -162,8 +163,10 @@ async def deploy(
     def work() -> Deployment:
         spec = make_spec()
         counts = [replicas] * len(spec.ranges) if isinstance(replicas, int) else list(replicas)
-        if len(counts) != len(spec.ranges) or not all(_is_count(count) for count in counts):
-            raise InvalidInput(f"replicas must be a number > 0, or one for each of {len(spec.ranges)} shards")
+        if len(counts) != len(spec.ranges):
+            raise InvalidInput(f"replicas must be a number, or one for each of {len(spec.ranges)} shards")
+        for count in counts:
+            check_count("replicas", count)
         _edge.connect(address)
         if _edge.find_actor(keeper_name(name)) is not None:
             raise InvalidInput(f"there is a deployment named {name} already: choose another name, or end it first")
@@ -223,8 +226,9 @@ async def scale(
     def work() -> Deployment:
         _edge.connect(address)
         spec = spec_of(name)
-        if not 0 <= shard < len(spec.ranges) or not _is_count(replicas):
-            raise InvalidInput(f"{name} has shards 0 to {len(spec.ranges) - 1}, each with one replica or more")
+        check_count("replicas", replicas)
+        if not 0 <= shard < len(spec.ranges):
+            raise InvalidInput(f"{name} has shards 0 to {len(spec.ranges) - 1}, not {shard!r:.200}")
         living = _living(name)
         mine = [replica for replica in living if replica.shard == shard]
         if replicas > len(mine):
@@ -409,7 +413,3 @@ def _node(text: str) -> str:
 
 def _show(bundle: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {amount:,.15g}" for name, amount in bundle.items())
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from contextlib import asynccontextmanager
 from itertools import count, pairwise
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 from uuid import uuid4
 
 import trio
 
 from hotkv_trio._errors import InvalidInput
+from hotkv_trio._inputs import check_count
 from hotkv_trio._keys import SessionKey
 from hotkv_trio._nursery import open_body_nursery
 from hotkv_trio.route._hop import hop_of
@@ -112,7 +113,7 @@ async def open_route(
     if replay not in {"exact", "fast"}:
         raise InvalidInput(f"replay must be 'exact' or 'fast', not {replay!r:.200}")
     for name, value in (("prefill_chunk", prefill_chunk), ("max_attempts", max_attempts)):
-        _check_count(name, value)
+        check_count(name, value)
     if not shards:
         raise InvalidInput("a route needs at least one shard")
     policy = Policy(replay=replay, prefill_chunk=prefill_chunk, max_attempts=max_attempts, jitter=jitter)
@@ -122,7 +123,7 @@ async def open_route(
         _check_route(infos)
         if max_sessions is None:
             max_sessions = min(info.n_slots for info in infos)
-        yield Route(hops, infos, policy, _check_count("max_sessions", max_sessions))
+        yield Route(hops, infos, policy, check_count("max_sessions", max_sessions))
 
 
 def _check_route(infos: Sequence[EngineInfo]) -> None:
@@ -143,9 +144,3 @@ def _check_route(infos: Sequence[EngineInfo]) -> None:
 
 def _name(info: EngineInfo) -> str:
     return f"{info.layers[0]}:{info.layers[1]}"
-
-
-def _check_count(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InvalidInput(f"{name} must be an integer > 0, not {value!r:.200}")
-    return value

@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 
 from hotkv_trio._errors import InvalidInput
+from hotkv_trio._inputs import check_count
 
 MAX_HELLO = 65_536
 """Bytes of a frame from a peer that has not been welcomed yet."""
@@ -15,8 +16,7 @@ MAX_REQUEST_HEADER = 65_536
 
 
 def _check_count(_instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not value > 0:
-        raise InvalidInput(f"{attribute.name} must be an integer > 0, not {value!r:.200}")
+    check_count(attribute.name, value)
 
 
 def _check_positive(_instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
