@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -113,6 +114,24 @@ def test_what_was_cut_off_on_the_way_is_begun_anew(tmp_path: Path, monkeypatch: 
     with pytest.raises(OSError, match="gone"):
         broken.provide(tmp_path / "not there.gguf")
     excerpt = sender.provide(tmp_path / "not there.gguf")
+    assert np.array_equal(compute(excerpt, (1, 2))[1], compute(model, (1, 2))[1])
+
+
+@pytest.mark.parametrize("what", ["touched", "its digest gone", "emptied"])
+def test_a_kept_excerpt_that_is_not_what_it_was_is_made_anew(tmp_path: Path, what: str) -> None:
+    model = build_tiny_gguf(tmp_path / "tiny.gguf", n_layer=N_LAYER)
+    sender = Sender(model, (1, 2))
+    excerpt = sender.provide(tmp_path / "not there.gguf")
+    sent = sender.sent
+    if what == "touched":
+        os.utime(excerpt, (1, 1))
+    elif what == "emptied":
+        excerpt.unlink()
+    else:
+        for file in excerpt.parent.glob(".*"):
+            file.unlink()
+    assert sender.provide(tmp_path / "not there.gguf") == excerpt
+    assert sender.sent == 2 * sent
     assert np.array_equal(compute(excerpt, (1, 2))[1], compute(model, (1, 2))[1])
 
 

@@ -132,12 +132,20 @@ def provide_model(
     with folder.with_suffix(".lock").open("wb") as lock:
         # The system unlocks when a process ends, however it ends.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            what = get_outline()
-            if (what.digest, what.layers) != (digest, layers):
-                raise InvalidInput(f"the excerpt is of the model {what.digest}, not of {digest}")
-            _write(folder, what, get_piece)
-        return next(file for file in _files(folder) if _is_model(file, digest))
+        if (kept := _kept(folder, digest)) is not None:
+            return kept
+        what = get_outline()
+        if (what.digest, what.layers) != (digest, layers):
+            raise InvalidInput(f"the excerpt is of the model {what.digest}, not of {digest}")
+        return _write(folder, what, get_piece)
+
+
+def _kept(folder: Path, digest: str) -> Path | None:
+    """Return the excerpt's file to open; None: there is none, or somebody has touched what was kept."""
+    if not folder.exists():
+        return None
+    files = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    return next((file for file in files if _is_model(file, digest)), None)
 
 
 def _is_model(path: Path, digest: str) -> bool:
@@ -147,12 +155,8 @@ def _is_model(path: Path, digest: str) -> bool:
         return False
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    return iter(sorted(path for path in folder.iterdir() if not path.name.startswith(".")))
-
-
-def _write(folder: Path, what: Outline, get_piece: Callable[[Piece], bytes]) -> None:
-    """Write an excerpt under another name, and rename it when it is whole."""
+def _write(folder: Path, what: Outline, get_piece: Callable[[Piece], bytes]) -> Path:
+    """Write an excerpt under another name, and rename it when it is whole; return the file to open."""
     unfinished = folder.with_suffix(".part")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
@@ -165,7 +169,10 @@ def _write(folder: Path, what: Outline, get_piece: Callable[[Piece], bytes]) -> 
                     out.write(get_piece(piece))
             out.flush()
             os.fsync(out.fileno())
-    file = read_gguf(unfinished / Path(what.parts[0][0]).name)
+    first = Path(what.parts[0][0]).name
+    file = read_gguf(unfinished / first)
     # By its bytes it would be another model, which it is to nobody but an engine of another range.
     _keep(_places(file)[0], file_stamp(file), what.digest)
+    shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
+    return folder / first
