@@ -249,6 +249,19 @@ async def test_what_cannot_be_deployed_leaves_nothing(model: Path) -> None:
 
 
 @pytest.mark.usefixtures("machines")
+async def test_what_serves_and_then_cannot_be_looked_at_is_ended_again(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise DeploymentFailed("tiny", "its keeper does not answer")
+
+    monkeypatch.setattr("hotkv_trio.ray._deploy.look", fail)
+    with pytest.raises(DeploymentFailed, match="keeper"):
+        await deploy("tiny", model, 1, n_ctx=256, host="127.0.0.1")
+    assert left() == ([], [])
+
+
+@pytest.mark.usefixtures("machines")
 async def test_a_name_is_used_once_and_epochs_grow(model: Path) -> None:
     async with deployed(model) as first:
         with pytest.raises(InvalidInput, match="already"):

@@ -183,11 +183,10 @@ async def deploy(
             _await_keeper(spec, keeper)
             wanted = [ReplicaId(shard, number) for shard, count in enumerate(counts) for number in range(count)]
             _grow(spec, wanted, (), patience, progress)
+            return look(name, address=None, method="place", grace=_GRACE)
         except BaseException:
-            _edge.kill(keeper)
-            _edge.wait_gone([keeper_name(name)], _END_PATIENCE)
+            _take_down(name)
             raise
-        return look(name, address=None, method="place", grace=_GRACE)
 
     return await trio.to_thread.run_sync(work)
 
@@ -307,16 +306,20 @@ async def down(name: str, *, address: str | None = None) -> None:
 
     def work() -> None:
         _edge.connect(address)
-        _kill(name, _living(name))
-        for room in _edge.rooms():
-            if tenants_of(name, room):
-                _edge.give_back(room)
-        # Last: while there is a keeper the name is in use.
-        if (keeper := _edge.find_actor(keeper_name(name))) is not None:
-            _edge.kill(keeper)
-            _edge.wait_gone([keeper_name(name)], _END_PATIENCE)
+        _take_down(name)
 
     await trio.to_thread.run_sync(work)
+
+
+def _take_down(name: str) -> None:
+    _kill(name, _living(name))
+    for room in _edge.rooms():
+        if tenants_of(name, room):
+            _edge.give_back(room)
+    # Last: while there is a keeper the name is in use.
+    if (keeper := _edge.find_actor(keeper_name(name))) is not None:
+        _edge.kill(keeper)
+        _edge.wait_gone([keeper_name(name)], _END_PATIENCE)
 
 
 def _await_keeper(spec: Spec, keeper: _edge.Actor) -> None:

@@ -43,7 +43,6 @@ class Node:
     id: str
     address: str
     alive: bool
-    resources: Mapping[str, float]
 
 
 def connect(address: str | None = None) -> None:
@@ -78,15 +77,7 @@ def was_restarted() -> bool:
 
 def nodes() -> list[Node]:
     """Return all nodes, also those that are gone."""
-    return [
-        Node(
-            id=node["NodeID"],
-            address=node["NodeManagerAddress"],
-            alive=node["Alive"],
-            resources=node.get("Resources", {}),
-        )
-        for node in _ray().nodes()
-    ]
+    return [Node(id=node["NodeID"], address=node["NodeManagerAddress"], alive=node["Alive"]) for node in _ray().nodes()]
 
 
 # Actors.
