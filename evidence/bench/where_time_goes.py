@@ -19,8 +19,8 @@ import trio
 from rich.console import Console
 
 from hotkv_trio import SessionKey, open_runtime
+from hotkv_trio._cli._progress import Progress
 from hotkv_trio._cli.bench._idle_engine import IdleEngine
-from hotkv_trio._cli.bench._progress import Progress
 from hotkv_trio._cli.bench._setting import START, Setting, Sizes, decode_together, open_bench, truncate_all
 from hotkv_trio._owner import InlineExecutor
 from hotkv_trio.llama import LlamaEngine, _ffi

@@ -13,12 +13,12 @@ import trio
 from rich.console import Console
 
 from hotkv_trio import Append, EngineFailed
+from hotkv_trio._cli._progress import Progress
+from hotkv_trio._cli._recorder import Recorder
 from hotkv_trio._cli.demo import _command
-from hotkv_trio._cli.demo._display import Progress
 from hotkv_trio._cli.demo._grouped import exchanges
 from hotkv_trio._cli.demo._play import Incident, Part, Take, compare
 from hotkv_trio._cli.demo._prompts import TEXTS, random_prompts, text_prompts
-from hotkv_trio._cli.demo._recorder import Recorder
 from hotkv_trio._cli.demo._stages import cast_parts, run_demo
 from hotkv_trio.llama._tiny_gguf import build_tiny_gguf
 from hotkv_trio.testing import FakeEngine
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from hotkv_trio._cli._recorder import NativeCall
     from hotkv_trio._cli.demo._facts import DemoFacts
-    from hotkv_trio._cli.demo._recorder import NativeCall
     from tests.cli._shell import Shell
 
 
@@ -318,7 +318,7 @@ def test_text_cannot_steer_the_terminal(
 
 def test_progress_on_a_terminal() -> None:
     screen = io.StringIO()
-    with Progress(Console(file=screen, force_terminal=True, width=100)) as progress:
+    with Progress(Console(file=screen, force_terminal=True, width=100), "{task.completed:.0f} tokens") as progress:
         progress.advance(1)
         for title in ("one", "two"):
             progress.begin(title, 10)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import trio
 
+from hotkv_trio._cli._recorder import Recorder
 from hotkv_trio._cli.bench._findings import Bar, Findings
 from hotkv_trio._cli.bench._setting import CHUNK, START, Bench
 from hotkv_trio._errors import EngineFailed
@@ -17,11 +18,9 @@ from hotkv_trio._runtime import open_runtime
 from hotkv_trio.llama import LlamaEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    from hotkv_trio._cli._recorder import NativeCall
     from hotkv_trio._cli.bench._findings import Cell
     from hotkv_trio._cli.bench._setting import Setting
-    from hotkv_trio._engine import Append, Engine, EngineInfo, Rows
     from hotkv_trio._inputs import Tokens
     from hotkv_trio._session import Session
 
@@ -34,27 +33,30 @@ async def measure_cancel(setting: Setting) -> Findings:
     sizes = setting.sizes
     setting.progress.begin("cancel: from cancel() to bytes back", 2 * sizes.cancels)
     engine = LlamaEngine(setting.model, n_slots=_NEIGHBOURS + 1, n_ctx=_ROOM, threads=setting.threads)
-    timed = _Timed(engine)
+    times = _Times()
     rows: list[dict[str, Cell]] = []
     bars: list[Bar] = []
-    async with open_runtime(timed, idle_ttl=None, prefill_chunk=CHUNK) as runtime, trio.open_nursery() as nursery:
+    async with (
+        open_runtime(Recorder(engine, times.note), idle_ttl=None, prefill_chunk=CHUNK) as runtime,
+        trio.open_nursery() as nursery,
+    ):
         bench = Bench(engine, runtime)
         for session in await bench.sessions(_NEIGHBOURS):
             nursery.start_soon(_decode_for_ever, session)
         load = runtime.limiter.borrowed_bytes
         for doing in ("decoding", "prefilling"):
-            timed.forget()
+            times.forget()
             chance = random.Random(0)  # ruff: ignore[suspicious-non-cryptographic-random-usage]
             prompt = bench.tokens(_ROOM - START, seed=1)
             took = []
             for i in range(sizes.cancels):
                 key = SessionKey(f"{doing}-{i}", 0)
-                took.append(await _cancel_one(bench, key, prompt if doing == "prefilling" else None, timed, chance))
+                took.append(await _cancel_one(bench, key, prompt if doing == "prefilling" else None, times, chance))
                 if runtime.limiter.borrowed_bytes != load:
                     raise EngineFailed(None, "a cancelled session's bytes were not back when its scope had ended")
                 setting.progress.advance()
             # What a cancelled session may have to wait for is the native call that names it.
-            step = timed.median(decodes=doing == "decoding")
+            step = times.median(decodes=doing == "decoding")
             p50, p99 = (float(x) for x in np.percentile(took, (50, 99)))
             rows.append({
                 "cancelled while": doing,
@@ -78,10 +80,10 @@ async def measure_cancel(setting: Setting) -> Findings:
 
 
 async def _cancel_one(
-    bench: Bench, key: SessionKey, prompt: Tokens | None, timed: _Timed, chance: random.Random
+    bench: Bench, key: SessionKey, prompt: Tokens | None, times: _Times, chance: random.Random
 ) -> float:
     cancelled_at = 0.0
-    step = timed.median(decodes=prompt is None)
+    step = times.median(decodes=prompt is None)
 
     async def cancel_soon(session: Session) -> None:
         nonlocal cancelled_at
@@ -115,13 +117,15 @@ async def _prefill_for_ever(session: Session, prompt: Tokens) -> None:
         await session.truncate(0)
 
 
-class _Timed:
-    """An engine that notes how long its calls take."""
+class _Times:
+    """How long native calls take, of those that decode and of those that prefill."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self) -> None:
         self._seconds: dict[bool, list[float]] = {True: [], False: []}
         self._last: dict[bool, float] = {True: 0.0, False: 0.0}
+
+    def note(self, call: NativeCall) -> None:
+        self._seconds[call.is_decode].append(call.seconds)
 
     def forget(self) -> None:
         """Forget all times, but remember about how long each kind of call takes."""
@@ -132,27 +136,3 @@ class _Timed:
         """Return the median of calls that decode, or of those that prefill."""
         seconds = self._seconds[decodes]
         return float(np.median(seconds)) if seconds else self._last[decodes]
-
-    def open(self) -> EngineInfo:
-        return self._engine.open()
-
-    def process(self, group: Sequence[Append]) -> list[Rows]:
-        began = time.perf_counter()
-        rows = self._engine.process(group)
-        self._seconds[all(len(append.data) == 1 for append in group)].append(time.perf_counter() - began)
-        return rows
-
-    def truncate(self, slot: int, length: int) -> bool:
-        return self._engine.truncate(slot, length)
-
-    def clear(self, slot: int) -> None:
-        self._engine.clear(slot)
-
-    def move(self, source: int, target: int) -> None:
-        self._engine.move(source, target)
-
-    def length(self, slot: int) -> int:
-        return self._engine.length(slot)
-
-    def close(self) -> None:
-        self._engine.close()

@@ -20,7 +20,7 @@ from rich.console import Console
 from hotkv_trio._cli._advice import A_WHOLE_MODEL, advising
 from hotkv_trio._cli._arguments import AsJson  # ruff: ignore[typing-only-first-party-import]
 from hotkv_trio._cli._output import print_json
-from hotkv_trio._cli.bench._progress import Progress
+from hotkv_trio._cli._progress import Progress
 from hotkv_trio._errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from hotkv_trio._cli.bench._findings import Findings
     from hotkv_trio._cli.bench._setting import Setting
 
+Program: TypeAlias = Annotated[
+    Path | None,
+    Parameter(validator=validators.Path(exists=True, dir_okay=False), help="The program, for the suite peers."),
+]
 Suite: TypeAlias = Literal["core", "overhead", "prefill", "ragged", "mixed", "cancel", "memory", "peers"]
 
 
@@ -41,8 +45,8 @@ async def bench(
         Path | None, Parameter(help="A GGUF file; without one a tiny random model is built, which shows little.")
     ] = None,
     plots: Annotated[Path | None, Parameter(help="A folder for plots (PNG); needs the extra bench.")] = None,
-    llama_server: Annotated[Path | None, Parameter(help="The program, for the suite peers.")] = None,
-    llama_batched_bench: Annotated[Path | None, Parameter(help="The program, for the suite peers.")] = None,
+    llama_server: Program = None,
+    llama_batched_bench: Program = None,
     threads: Annotated[
         int | None, Parameter(validator=validators.Number(gte=1), help="Of a native call; else one a processor.")
     ] = None,
@@ -55,9 +59,14 @@ async def bench(
     """
     from hotkv_trio._cli.bench._setting import QUICK, Setting, Sizes
     from hotkv_trio._cli.bench._show import draw, show_all
+    from hotkv_trio.llama._facts import read_model_facts
 
+    # Suites take many minutes: what the last of them would refuse is refused before the first.
     if plots is not None:
         _check_plots(plots)
+    if model is not None:
+        with advising(A_WHOLE_MODEL):
+            read_model_facts(model).require_model()
     await trio.lowlevel.checkpoint()
     measured: list[Findings] = []
     with ExitStack() as stack:
@@ -84,8 +93,7 @@ async def bench(
         for chosen, measure in _suites().items():
             if suite is None or chosen in suite:
                 began = time.monotonic()
-                with advising(A_WHOLE_MODEL):
-                    found = await measure(setting)
+                found = await measure(setting)
                 measured.append(attrs.evolve(found, seconds=time.monotonic() - began))
     if plots is not None:
         for curve in [curve for found in measured for curve in found.curves]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
     from pathlib import Path
 
-    from hotkv_trio._cli.bench._progress import Progress
+    from hotkv_trio._cli._progress import Progress
     from hotkv_trio._inputs import Tokens
     from hotkv_trio._session import Session
 

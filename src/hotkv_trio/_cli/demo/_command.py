@@ -13,7 +13,8 @@ from rich.console import Console
 
 from hotkv_trio._cli._arguments import AsJson  # ruff: ignore[typing-only-first-party-import]
 from hotkv_trio._cli._output import print_json
-from hotkv_trio._cli.demo._display import Progress, show
+from hotkv_trio._cli._progress import Progress
+from hotkv_trio._cli.demo._display import show
 from hotkv_trio._cli.demo._prompts import random_prompts, text_prompts
 from hotkv_trio._cli.demo._stage import Setting
 from hotkv_trio._cli.demo._stages import run_demo
@@ -50,7 +51,7 @@ async def demo(
         How many each generates.
     """
     with ExitStack() as stack:
-        progress = stack.enter_context(Progress(Console(stderr=True)))
+        progress = stack.enter_context(Progress(Console(stderr=True), "{task.completed:.0f} tokens"))
         threads = None
         if model is None:
             from hotkv_trio.llama._tiny_gguf import build_tiny_gguf

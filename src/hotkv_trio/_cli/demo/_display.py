@@ -1,10 +1,9 @@
-"""How the demo looks: progress on stderr while it works, then tables on stdout."""
+"""How the facts look: tables."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
-import rich.progress
 from rich import box
 from rich.table import Table
 from rich.text import Text
@@ -13,7 +12,6 @@ from hotkv_trio._cli._output import plain, yes_no
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from types import TracebackType
 
     from rich.console import Console
 
@@ -21,53 +19,6 @@ if TYPE_CHECKING:
 
 _SHOWN = 160
 """Characters shown of a long prompt: its end, which is what is continued."""
-
-
-class Progress:
-    """A bar for each stage on a terminal, a line for each elsewhere.  A `Watcher`."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._bars = rich.progress.Progress(
-            rich.progress.SpinnerColumn(finished_text="[green]✓[/]"),
-            rich.progress.TextColumn("{task.description}"),
-            rich.progress.BarColumn(bar_width=20),
-            rich.progress.TextColumn("{task.completed:.0f} tokens", style="dim"),
-            rich.progress.TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._current: rich.progress.TaskID | None = None
-
-    def __enter__(self) -> Self:
-        """Begin to show."""
-        self._bars.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Take the bars away."""
-        self._bars.stop()
-
-    def begin(self, title: str, n_tokens: int) -> None:
-        """See `Watcher.begin`."""
-        if not self._console.is_terminal:
-            self._console.print(title, highlight=False)
-        self._finish()
-        self._current = self._bars.add_task(title, total=n_tokens)
-
-    def advance(self, n_tokens: int) -> None:
-        """See `Watcher.advance`."""
-        if self._current is not None:
-            self._bars.advance(self._current, n_tokens)
-
-    def _finish(self) -> None:
-        if self._current is not None:
-            # What was replayed was not foreseen; what is done is done.
-            done = self._bars.tasks[self._current].completed
-            self._bars.update(self._current, total=done)
 
 
 def show(facts: DemoFacts, console: Console) -> None:

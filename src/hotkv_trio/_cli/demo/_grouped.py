@@ -20,7 +20,7 @@ from hotkv_trio._keys import SessionKey
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from hotkv_trio._cli.demo._recorder import Member, NativeCall
+    from hotkv_trio._cli._recorder import Member, NativeCall
     from hotkv_trio._cli.demo._stage import Stage
     from hotkv_trio._session import Session
 

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Protocol
 
 import attrs
 
+from hotkv_trio._cli._recorder import Recorder
 from hotkv_trio._cli.demo._facts import ModeFacts
-from hotkv_trio._cli.demo._recorder import Recorder
 from hotkv_trio._runtime import Runtime, open_runtime
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
+    from hotkv_trio._cli._recorder import NativeCall
     from hotkv_trio._cli.demo._prompts import Prompt
-    from hotkv_trio._cli.demo._recorder import NativeCall
     from hotkv_trio._engine import Engine
 
 PREFILL_CHUNK = 64
@@ -25,11 +25,11 @@ PREFILL_CHUNK = 64
 class Watcher(Protocol):
     """Is told how far the demo is."""
 
-    def begin(self, title: str, n_tokens: int) -> None:
+    def begin(self, title: str, n_tokens: int, /) -> None:
         """Note that something begins in which about ``n_tokens`` will be appended."""
         ...
 
-    def advance(self, n_tokens: int) -> None:
+    def advance(self, n_tokens: int, /) -> None:
         """Note that tokens were appended.  Called in the engine's thread."""
         ...
 

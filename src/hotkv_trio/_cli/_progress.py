@@ -1,4 +1,4 @@
-"""How far the bench is: a bar for each suite on a terminal, a line for each elsewhere."""
+"""How far a long command is: a bar for each of its parts on a terminal, a line for each elsewhere."""
 
 from __future__ import annotations
 
@@ -13,15 +13,20 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """Shows a suite's turns as they are taken."""
+    """Shows one part after the other.
 
-    def __init__(self, console: Console) -> None:
+    Args:
+        console: where.
+        count: how far a part is, as rich formats a ``task``.
+    """
+
+    def __init__(self, console: Console, count: str = "{task.completed:.0f}/{task.total:.0f}") -> None:
         self._console = console
         self._bars = rich.progress.Progress(
             rich.progress.SpinnerColumn(finished_text="[green]✓[/]"),
             rich.progress.TextColumn("{task.description}"),
-            rich.progress.BarColumn(bar_width=30),
-            rich.progress.MofNCompleteColumn(),
+            rich.progress.BarColumn(bar_width=20),
+            rich.progress.TextColumn(count, style="dim"),
             rich.progress.TimeElapsedColumn(),
             console=console,
             transient=True,
@@ -40,13 +45,16 @@ class Progress:
         """Take the bars away."""
         self._bars.stop()
 
-    def begin(self, title: str, n_turns: int) -> None:
-        """Note that a suite begins, which takes about so many turns."""
+    def begin(self, title: str, about: int, /) -> None:
+        """Note that a part begins, of about so many steps, and that the one before is done."""
         if not self._console.is_terminal:
             self._console.print(title, highlight=False)
-        self._current = self._bars.add_task(title, total=n_turns)
-
-    def advance(self) -> None:
-        """Note that a turn was taken."""
         if self._current is not None:
-            self._bars.advance(self._current)
+            # However many steps were foreseen, what is done is done.
+            self._bars.update(self._current, total=self._bars.tasks[self._current].completed)
+        self._current = self._bars.add_task(title, total=about)
+
+    def advance(self, steps: int = 1, /) -> None:
+        """Note that steps were taken."""
+        if self._current is not None:
+            self._bars.advance(self._current, steps)
