@@ -11,7 +11,7 @@ import pytest
 import trio
 from rich.console import Console
 
-from hotkv_trio import EngineFailed
+from hotkv_trio import EngineFailed, InvalidInput
 from hotkv_trio._cli.bench import _server
 from hotkv_trio._cli.bench._findings import Bar, Curve, Findings, Spread, number, take_turns
 from hotkv_trio._cli.bench._setting import decode_together
@@ -88,6 +88,28 @@ def test_tables_and_plots(shell: Shell, tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("cuts,middle", [((), None), ((1, 3), 1)])
+def test_memory_of_a_model_that_cannot_be_cut_in_the_middle(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, cuts: tuple[int, ...], middle: int | None
+) -> None:
+    def valid_cuts(_facts: object) -> tuple[int, ...]:
+        if not cuts:
+            raise InvalidInput("cannot be served by ranges of layers")
+        return cuts
+
+    monkeypatch.setattr("hotkv_trio._cli.bench._memory.valid_cuts", valid_cuts)
+    (found,) = shell("bench", "--suite", "memory", "--quick", "--json").document["suites"]
+    halves = [] if middle is None else [f"0:{middle}", f"{middle}:4"]
+    assert list(dict.fromkeys(row["layers"] for row in found["rows"])) == ["0:4", *halves]
+
+
+def test_an_engine_that_cannot_be_opened_for_its_memory(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    called = shell("bench", "--suite", "memory", "--quick")
+    assert called.status == 2
+    assert "the process that opens layers 0:4 failed" in called.err
+
+
 def test_model_of_ones_own(shell: Shell, tmp_path: Path) -> None:
     path = build_tiny_gguf(tmp_path / "own.gguf", n_layer=1, n_vocab=64)
     called = shell("bench", "--suite", "prefill", "--quick", "--json", "--model", path, "--threads", 2)
@@ -98,9 +120,11 @@ def test_model_of_ones_own(shell: Shell, tmp_path: Path) -> None:
 def test_wrong_arguments(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert shell("bench", "--suite", "speed").status == 2
     assert shell("bench", "--threads", 0).status == 2
-    absent = shell("bench", "--suite", "prefill", "--quick", "--model", tmp_path / "absent.gguf")
-    assert absent.status == 2
-    assert "Next: try " in absent.err
+    for option in ("--model", "--llama-server", "--llama-batched-bench"):
+        absent = shell("bench", "--quick", option, tmp_path / "absent")
+        assert absent.status == 2
+        assert "Next: " in absent.err
+        assert "core: " not in absent.err
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert shell("bench", "--quick", "--plots", tmp_path).is_refusal(
         "matplotlib", "pip install 'hotkv-trio[cli,bench]'"
@@ -226,6 +250,17 @@ async def test_server_that_does_less_is_noticed(tmp_path: Path) -> None:
         with pytest.RaisesGroup(pytest.RaisesExc(EngineFailed, match="other work")):
             async with _server.open_llama_server(lazy, tmp_path, n_sessions=1, n_ctx=256, threads=1) as server:
                 await server.generate([[1, 2, 3]], 4)
+
+
+async def test_server_that_dies_at_work_is_noticed(tmp_path: Path) -> None:
+    reset = 'self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))'
+    dying = SERVER.replace("asked = ", f"import os, socket, struct; {reset}; os._exit(1)\n        asked = ")
+    with trio.fail_after(60):
+        with pytest.RaisesGroup(pytest.RaisesExc(EngineFailed, match="POST /completion"), flatten_subgroups=True):
+            async with _server.open_llama_server(
+                program(tmp_path / "server", dying), tmp_path, n_sessions=1, n_ctx=256, threads=1
+            ) as server:
+                await server.generate([list(range(1000))], 4)
 
 
 async def test_failing_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ _NO_GROWTH = 1.2
 async def measure_core(setting: Setting) -> Findings:
     """Measure steps by the number of sessions; then every operation beside tombstones and waiters, and without."""
     sizes = setting.sizes
-    setting.progress.begin("core: an engine that does nothing", 3 * sizes.rounds)
+    setting.progress.begin("core: an engine that does nothing", 3 * sizes.rounds + sizes.few_rounds)
     steps, curve = await _steps(setting)
     others, bars = await _others(setting)
     by_n = {row["N"]: row["owner thread"] for row in steps}
@@ -115,7 +115,7 @@ async def _others(setting: Setting) -> tuple[list[dict[str, Cell]], list[Bar]]:
         ):
             samples = await take_turns(
                 {name: getattr(sides[name], operation) for name in sides_of_it},
-                sizes.rounds // 2 or 1,
+                max(1, sizes.rounds // 2),
                 setting.progress.advance,
             )
             said = operation.replace("_", " and ")
@@ -131,7 +131,7 @@ async def _others(setting: Setting) -> tuple[list[dict[str, Cell]], list[Bar]]:
     few, many_waiting = max(10, sizes.waiters // 100), sizes.waiters
     handed = await take_turns(
         {str(n): partial(_hand_over, n) for n in (few, many_waiting)},
-        max(1, sizes.few_rounds),
+        sizes.few_rounds,
         setting.progress.advance,
     )
     for n in (few, many_waiting):

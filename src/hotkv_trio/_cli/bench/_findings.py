@@ -100,7 +100,7 @@ class Findings:
 
 
 def number(value: float) -> str:
-    """Return a number with three or four digits that count."""
+    """Return a number with three digits that count, or four before the point; and three decimals at most."""
     if isinstance(value, int) or abs(value) >= 1000:
         return f"{value:,.0f}"
     digits = 3 if not value or not math.isfinite(value) else max(0, 2 - math.floor(math.log10(abs(value))))

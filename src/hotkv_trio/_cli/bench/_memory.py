@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING
 import trio
 
 from hotkv_trio._cli.bench._findings import Bar, Findings
+from hotkv_trio._errors import EngineFailed, InvalidInput
+from hotkv_trio.llama._architectures import valid_cuts
 from hotkv_trio.llama._facts import read_model_facts
 
 if TYPE_CHECKING:
     from hotkv_trio._cli.bench._findings import Cell
     from hotkv_trio._cli.bench._setting import Setting
+    from hotkv_trio.llama._facts import ModelFacts
 
 _N_CTX = 2048
 _MIB = 1 << 20
@@ -23,20 +26,22 @@ _MIB = 1 << 20
 async def measure_memory(setting: Setting) -> Findings:
     """Open engines of several layer ranges and numbers of slots, each in a process of its own."""
     facts = read_model_facts(setting.model)
-    half = facts.n_layer // 2
-    ranges = [(0, facts.n_layer), (0, half), (half, facts.n_layer)]
-    cases = [(layers, slots) for layers in ranges for slots in setting.sizes.memory_slots]
+    cases = [(layers, slots) for layers in _ranges(facts) for slots in setting.sizes.memory_slots]
     setting.progress.begin("memory: bytes by layers and slots", len(cases))
     rows: list[dict[str, Cell]] = []
+    off = 0.0
     first: tuple[tuple[int, int], int, float, float] | None = None
     await trio.lowlevel.checkpoint()
     with tempfile.TemporaryDirectory(prefix="hotkv-trio-") as folder:
         for layers, slots in cases:
             arguments = [setting.model, *layers, slots, _N_CTX, folder]
             command = [sys.executable, "-m", "hotkv_trio._cli.bench._resident", *map(str, arguments)]
-            done = await trio.run_process(command, capture_stdout=True)
+            done = await trio.run_process(command, capture_stdout=True, check=False)
+            if done.returncode:
+                raise EngineFailed(done.returncode, f"the process that opens layers {layers[0]}:{layers[1]} failed")
             found = json.loads(done.stdout)
             accounted, reported, resident = (found[name] / _MIB for name in ("accounted", "reported", "resident"))
+            off = max(off, abs(accounted - reported))
             first = first if first and first[0] == layers else (layers, slots, accounted, resident)
             more = slots - first[1]
             rows.append({
@@ -49,7 +54,6 @@ async def measure_memory(setting: Setting) -> Findings:
                 "a slot more, resident": (resident - first[3]) / more if more else None,
             })
             setting.progress.advance()
-    off = max(abs(_number(row["accounted MiB"]) - _number(row["llama.cpp's log MiB"])) for row in rows)
     return Findings(
         suite="memory",
         title=f"KV bytes, {_N_CTX} tokens a session",
@@ -60,5 +64,14 @@ async def measure_memory(setting: Setting) -> Findings:
     )
 
 
-def _number(cell: Cell) -> float:
-    return cell if isinstance(cell, int | float) else 0.0
+def _ranges(facts: ModelFacts) -> list[tuple[int, int]]:
+    """Return all layers; and two halves, as near as may be, of a model that can be cut."""
+    whole = (0, facts.n_layer)
+    try:
+        cuts = valid_cuts(facts)
+    except InvalidInput:
+        cuts = ()
+    if not cuts:
+        return [whole]
+    half = min(cuts, key=lambda cut: abs(cut - facts.n_layer // 2))
+    return [whole, (0, half), (half, facts.n_layer)]

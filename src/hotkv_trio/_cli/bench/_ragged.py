@@ -20,28 +20,29 @@ _LASTING_STEPS = 24
 _STAY = 4
 """Steps between two changes of who is active, where sessions join and leave."""
 
-CONSECUTIVE, LASTING, CHANGING = "8 consecutive slots", "a lasting choice", "joining and leaving"
+LASTING, CHANGING = "a lasting choice", "joining and leaving"
 
 
 async def measure_ragged(setting: Setting) -> Findings:
     """Measure active sessions in consecutive slots, in a random choice of slots, and coming and going, in turns."""
     sizes = setting.sizes
     active = sizes.hot // 2
-    consecutive = f"{active} consecutive slots"
     steps = _LASTING_STEPS if sizes.rounds > 2 else _STAY
     rounds = max(1, sizes.rounds // 2)
     setting.progress.begin("ragged: some of the hot sessions active", rounds)
     # One slot more than hot sessions: somebody must be able to step aside.
     async with open_bench(setting, n_slots=sizes.hot + 1, n_ctx=START + steps) as bench:
         turns = _Turns(bench, await bench.sessions(sizes.hot), active, steps)
+        consecutive = turns.in_a_row
         samples = await take_turns(
             {consecutive: turns.consecutive, LASTING: turns.lasting, CHANGING: turns.changing},
             rounds,
             setting.progress.advance,
         )
     rows: list[dict[str, Cell]] = []
+    of_consecutive: dict[str, list[float]] = {}
     for name, taken in samples.items():
-        ratios = [a / b for a, b in zip(samples[consecutive], taken, strict=True)]
+        ratios = of_consecutive[name] = [a / b for a, b in zip(samples[consecutive], taken, strict=True)]
         rows.append({
             "active": name,
             "tok/s": Spread.of(active * steps / seconds for seconds in taken),
@@ -50,10 +51,9 @@ async def measure_ragged(setting: Setting) -> Findings:
             "native calls a step": Spread.of(turns.calls[name]),
             "moves a turn": Spread.of(turns.moves[name]),
         })
-    lasting, changing = rows[1:]
     bars = [
-        Bar.at_least("lasting choice: of consecutive slots", _median(lasting["of consecutive"]), 0.90),
-        Bar.at_least("joining and leaving: lowest, of consecutive slots", _median(changing["lowest"]), 0.80),
+        Bar.at_least("lasting choice: of consecutive slots", Spread.of(of_consecutive[LASTING]).median, 0.90),
+        Bar.at_least("joining and leaving: lowest, of consecutive slots", min(of_consecutive[CHANGING]), 0.80),
     ]
     return Findings(
         suite="ragged",
@@ -72,6 +72,7 @@ class _Turns:
         self._sessions = list(sessions)
         self._active = active
         self._steps = steps
+        self.in_a_row = f"{active} consecutive slots"
         self._random = random.Random(0)  # ruff: ignore[suspicious-non-cryptographic-random-usage]
         self.calls: dict[str, list[float]] = {}
         """Native calls a step, of each turn."""
@@ -81,7 +82,7 @@ class _Turns:
         by_slot = sorted(self._sessions, key=lambda session: session._require_slot())
         windows = (by_slot[i : i + self._active] for i in range(len(by_slot)))
         chosen = next(w for w in windows if w[-1]._require_slot() - w[0]._require_slot() == self._active - 1)
-        return await self._take(f"{self._active} consecutive slots", [chosen])
+        return await self._take(self.in_a_row, [chosen])
 
     async def lasting(self) -> float:
         return await self._take(LASTING, [self._random.sample(self._sessions, self._active)])
@@ -108,7 +109,3 @@ class _Turns:
         self.moves.setdefault(name, []).append(now.moves - before.moves)
         await truncate_all(self._sessions, START)
         return seconds
-
-
-def _median(cell: Cell) -> float:
-    return cell.median if isinstance(cell, Spread) else float(cell or 0)

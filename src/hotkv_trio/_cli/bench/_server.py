@@ -105,7 +105,7 @@ async def _up(process: trio.Process, port: int) -> None:
             raise EngineFailed(process.returncode, "llama-server ended before it was ready")
         try:
             await _request(port, "GET", "/health")
-        except (OSError, EngineFailed):
+        except EngineFailed:
             await trio.sleep(0.1)
         else:
             return
@@ -117,10 +117,12 @@ async def _request(port: int, method: str, path: str, body: dict[str, Any] | Non
         f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
     )
-    stream = await trio.open_tcp_stream("127.0.0.1", port)
-    async with stream:
-        await stream.send_all(head.encode() + content)
-        received = b"".join([piece async for piece in stream])
+    try:
+        async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
+            await stream.send_all(head.encode() + content)
+            received = b"".join([piece async for piece in stream])
+    except (OSError, trio.BrokenResourceError) as error:
+        raise EngineFailed(None, f"llama-server did not answer {method} {path}: {error}") from error
     status, _, answer = received.partition(b"\r\n\r\n")
     if b" 200 " not in status.partition(b"\r\n")[0]:
         raise EngineFailed(None, f"llama-server answered {status[:64]!r} to {method} {path}")
