@@ -76,21 +76,30 @@ def section(criterion: dict[str, Any], models: str | None) -> tuple[str, bool]:
 
 
 def merged(text: str, criterion: dict[str, Any], body: str, row: str) -> str:
-    """Return a record in which one criterion's section and row are these."""
+    """Return a record in which one criterion's section and row are these.
+
+    Raises:
+        SystemExit: it has no such section and row.
+    """
     number = re.escape(criterion["id"])
     end = r"(?=^### |^## Limits|\Z)"
-    text = re.sub(rf"^### {number}\. .*?{end}", lambda _: f"{body}\n", text, flags=re.MULTILINE | re.DOTALL)
-    return re.sub(rf"^\| {number} \| .*$", lambda _: row, text, flags=re.MULTILINE)
+    text, n_bodies = re.subn(rf"^### {number}\. .*?{end}", lambda _: f"{body}\n", text, flags=re.MULTILINE | re.DOTALL)
+    text, n_rows = re.subn(rf"^\| {number} \| .*$", lambda _: row, text, flags=re.MULTILINE)
+    if (n_bodies, n_rows) != (1, 1):
+        raise SystemExit(f"the record has no place for criterion {criterion['id']}: make it without --only")
+    return text
 
 
 def main() -> int:
     """Make the record; exit 1 if a command failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="of the record, as evidence/DGR-007")
-    parser.add_argument("--only", nargs="*", help="ids of criteria")
+    parser.add_argument("--only", nargs="+", metavar="ID", help="ids of criteria")
     parser.add_argument("--models", default=os.environ.get("HOTKV_MODELS"), help="folder of real models")
     arguments = parser.parse_args()
     criteria = tomllib.loads((arguments.folder / "criteria.toml").read_text(encoding="utf-8"))["criterion"]
+    if unknown := set(arguments.only or ()) - {c["id"] for c in criteria}:
+        parser.error(f"no criterion has the id {', '.join(sorted(unknown))}")
     chosen = [c for c in criteria if not arguments.only or c["id"] in arguments.only]
     sections = [section(criterion, arguments.models) for criterion in chosen]
     rows = [

@@ -136,7 +136,7 @@ def main() -> int:
         never="\n".join(f"- {kind}: {', '.join(f'`{name}`' for name in names)}" for kind, names in NEVER.items()),
         reports="\n".join(lines),
         injected=" ".join(INJECTED),
-        passed=re.sub(r" in [0-9.]+s.*", "", injected.stdout.splitlines()[-1]),
+        passed=re.sub(r" in [0-9.]+s.*", "", (injected.stdout.splitlines() or ["nothing"])[-1]),
         cited=cited(),
     )
     Path(__file__).with_name("README.md").write_text(text, encoding="utf-8")

@@ -54,7 +54,7 @@ class Shard:
     process: trio.Process = attrs.field(init=False)
 
     async def start(self) -> None:
-        """Start it; it accepts clients when this returns."""
+        """Start it; it accepts clients when this returns, and is killed again if that fails or is cancelled."""
         self.process = await trio.lowlevel.open_process(
             [
                 *(sys.executable, "-m", "hotkv_trio", "serve", str(self.model), "--layers", self.layers),
@@ -64,23 +64,47 @@ class Shard:
             stderr=subprocess.DEVNULL,
             env={**os.environ, "COLUMNS": "200"},
         )
-        assert self.process.stdout is not None
-        with trio.fail_after(120):
-            if not await self.process.stdout.receive_some():
-                raise RuntimeError(f"the server of layers {self.layers} did not start")
+        try:
+            await said_something(self.process, f"the server of layers {self.layers}")
+        except BaseException:
+            await self.kill()  # noqa: ASYNC102, ASYNC120
+            raise
 
     async def kill(self) -> None:
         """Kill it as the system does, and wait until it is gone."""
-        self.process.send_signal(signal.SIGKILL)
-        with trio.CancelScope(shield=True):
-            await self.process.wait()
-        if self.process.stdout is not None:
-            await self.process.stdout.aclose()
+        await kill(self.process)
 
     def resident(self) -> int:
         """Return the bytes of it that are in memory."""
-        pages = Path(f"/proc/{self.process.pid}/statm").read_text(encoding="ascii").split()[1]
-        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+        return resident(self.process.pid)
+
+
+async def said_something(process: trio.Process, what: str) -> None:
+    """Return once a process has printed something.
+
+    Raises:
+        RuntimeError: it has ended without.
+        trio.TooSlowError: it says nothing.
+    """
+    assert process.stdout is not None
+    with trio.fail_after(120):
+        if not await process.stdout.receive_some():
+            raise RuntimeError(f"{what} did not start")
+
+
+async def kill(process: trio.Process) -> None:
+    """Kill a process as the system does, and wait until it is gone."""
+    process.send_signal(signal.SIGKILL)
+    with trio.CancelScope(shield=True):
+        await process.wait()
+        if process.stdout is not None:
+            await process.stdout.aclose()
+
+
+def resident(pid: int) -> int:
+    """Return the bytes of a process that are in memory."""
+    pages = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def free_port() -> int:
@@ -108,13 +132,13 @@ async def running(model: Path, ranges: Sequence[str], options: Sequence[str]) ->
     shards: list[Shard] = []
     try:
         for layers in ranges:
-            shards.append(Shard(model, layers, options))
-            await shards[-1].start()
+            shard = Shard(model, layers, options)
+            await shard.start()
+            shards.append(shard)
         yield shards
     finally:
         for shard in shards:
-            with trio.CancelScope(shield=True):
-                await shard.kill()
+            await shard.kill()  # noqa: ASYNC102
 
 
 async def generate(route: Route, prompt: Sequence[int], n_tokens: int) -> list[int]:

@@ -17,11 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import trio
-from evidence.route._servers import Progress, Shard, generate
+from evidence.route._servers import Progress, Shard, generate, kill, said_something
 from tests.serve._swallowing_proxy import SwallowingProxy
 
 from hotkv_trio import SessionKey, open_runtime
@@ -65,10 +66,11 @@ async def start_clients(where: str, n: int, first: int) -> trio.Process:
     process = await trio.lowlevel.open_process(
         [sys.executable, "-m", "evidence.route.clients", "--hold", where, str(n), str(first)], stdout=subprocess.PIPE
     )
-    assert process.stdout is not None
-    with trio.fail_after(120):
-        if not await process.stdout.receive_some():
-            raise RuntimeError("clients did not start")
+    try:
+        await said_something(process, f"{n} clients")
+    except BaseException:
+        await kill(process)  # noqa: ASYNC102, ASYNC120
+        raise
     return process
 
 
@@ -122,21 +124,22 @@ async def _rounds(shard: Shard, model: Path, given: argparse.Namespace) -> int:
     third = given.clients // 3
     sizes = (third, third, given.clients - 2 * third)
     memory: list[int] = []
-    slowest = {"killed": 0.0, "stalled": 0.0, "half-open": 0.0}
+    slowest_kill = slowest_silence = 0.0
     progress = Progress("clients: rounds", given.rounds, every=0)
     async with open_shard_client(shard.where) as client, trio.open_nursery() as nursery:
         for n in range(NEIGHBOURS):
             nursery.start_soon(neighbour, n)
         for number in range(given.rounds):
             proxy = SwallowingProxy(shard.where)
-            async with trio.open_nursery() as proxies:
+            async with AsyncExitStack() as stack, trio.open_nursery() as proxies:
                 through = await proxies.start(proxy.serve)
-                processes = [
-                    await start_clients(where, n, first)
-                    for where, n, first in zip(
-                        (shard.where, shard.where, through), sizes, (0, third, 2 * third), strict=True
-                    )
-                ]
+                processes = []
+                for where, n, first in zip(
+                    (shard.where, shard.where, through), sizes, (0, third, 2 * third), strict=True
+                ):
+                    processes.append(await start_clients(where, n, first))
+                    # One that was stopped would never end by itself.
+                    stack.push_async_callback(kill, processes[-1])
                 at_work = await lent(client)
                 if at_work < given.clients:
                     raise AssertionError(f"only {at_work} sessions are hot")
@@ -145,15 +148,9 @@ async def _rounds(shard: Shard, model: Path, given: argparse.Namespace) -> int:
                 silent = time.monotonic()
                 processes[0].send_signal(signal.SIGKILL)
                 seconds = await back(client, NEIGHBOURS + sizes[1] + sizes[2], SLACK)
-                slowest["killed"] = max(slowest["killed"], seconds)
+                slowest_kill = max(slowest_kill, seconds)
                 await back(client, NEIGHBOURS, given.silence + SLACK)
-                for kind in ("stalled", "half-open"):
-                    slowest[kind] = max(slowest[kind], time.monotonic() - silent)
-                for process in processes:
-                    process.kill()
-                    await process.wait()
-                    if process.stdout is not None:
-                        await process.stdout.aclose()
+                slowest_silence = max(slowest_silence, time.monotonic() - silent)
                 proxies.cancel_scope.cancel()
             memory.append(shard.resident())
             progress(number + 1, f", {runs} runs of neighbours, {memory[-1] / 2**20:.1f} MiB")
@@ -164,9 +161,9 @@ async def _rounds(shard: Shard, model: Path, given: argparse.Namespace) -> int:
     early, late = memory[min(1, len(memory) - 1)], memory[-1]
     grown = late - early > max(MAX_GROWTH * early, FLOOR)
     print(f"{given.rounds} rounds of {sizes[0]} killed, {sizes[1]} stalled and {sizes[2]} half-open clients at once")
-    print(f"bytes back after at most {slowest['killed']:.2f} s of a kill (limit {SLACK} s)")
+    print(f"bytes back after at most {slowest_kill:.2f} s of a kill (limit {SLACK} s)")
     print(
-        f"after at most {slowest['stalled']:.2f} s of silence (limit {given.silence} + {SLACK} s); borrowed at the end:"
+        f"after at most {slowest_silence:.2f} s of silence (limit {given.silence} + {SLACK} s); borrowed at the end:"
         f" {borrowed} bytes"
     )
     print(f"{runs} runs of 100 tokens of neighbours meanwhile, every one exact, none replayed")

@@ -31,7 +31,7 @@ import attrs
 import hypothesis
 import msgspec
 import trio
-from evidence.route._servers import Progress, Shard, generate
+from evidence.route._servers import Progress, Shard, generate, resident
 from hypothesis import strategies as st
 
 from hotkv_trio import HotKVError, open_runtime
@@ -279,11 +279,6 @@ def run_codec(n_frames: int, seed: int) -> dict[str, Any]:
     }
 
 
-def resident(pid: int) -> int:
-    pages = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
-
-
 def growth(memory: list[int]) -> dict[str, int]:
     """Return memory a fifth into the run and at its end."""
     early, late = memory[len(memory) // 5], max(memory[-max(1, len(memory) // 50) :])
@@ -292,6 +287,7 @@ def growth(memory: list[int]) -> dict[str, int]:
     return {"resident_early": early, "resident_late": late}
 
 
+NEIGHBOURS = "neighbours' runs, exact"
 TOKENS = {"neighbour": "the-token-of-the-neighbour", "attacker": "the-token-of-the-attacker"}
 
 
@@ -328,7 +324,7 @@ async def _attack(shard: Shard, model: Path, n_frames: int, seed: int) -> dict[s
             with trio.fail_after(60):
                 if await generate(route, prompts[n], 24) != expected[n]:
                     raise AssertionError("a neighbour got other tokens")
-            counts["neighbours' runs, exact"] += 1
+            counts[NEIGHBOURS] += 1
 
     async def watch() -> None:
         async with open_shard_client(shard.where, token=TOKENS["neighbour"]) as client:
@@ -371,9 +367,6 @@ async def _attack(shard: Shard, model: Path, n_frames: int, seed: int) -> dict[s
     if not counts[NEIGHBOURS]:
         raise AssertionError("no neighbour came to its end")
     return {**counts, "borrowed_bytes": left.borrowed_bytes, **growth(memory)}
-
-
-NEIGHBOURS = "neighbours' runs, exact"
 
 
 def _key(view: Any) -> Any:

@@ -149,7 +149,7 @@ async def compare(given: argparse.Namespace) -> int:
             remote, local = await hop_latency(route, given.model)
         kinds = {kind: statistics.median(row[kind] for row in rows) for kind in rows[0]}
         ratios = {kind: statistics.median(row["two shards"] / row[kind] for row in rows) for kind in list(rows[0])[1:]}
-        report["sessions"][n] = {"rows": rows, "ratios": ratios, "hop_ms": remote - local}
+        report["sessions"][n] = {"rows": rows, "ratios": ratios, "hop_ms": (remote - local) / 2}
         print(f"N={n}: " + ", ".join(f"{kind} {value:,.0f} tokens/s" for kind, value in kinds.items()))
         for kind, ratio in ratios.items():
             bar = BAR_ONE if kind == "one process" else BAR_RPC

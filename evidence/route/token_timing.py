@@ -141,6 +141,8 @@ def main() -> int:
     parser.add_argument("--hellos", type=int, default=500, help="in each process")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.processes < 2:
+        parser.error("--processes: of one there is no error to estimate")
     if given.one:
         print(json.dumps(measure(given)))
         return 0

@@ -260,7 +260,7 @@ Made by `python evidence/soak/soak.py --minutes {minutes:g} --seed {seed}`.
 | bytes borrowed at the end | {outcome.borrowed} |
 | tokens left in all slots | {outcome.tokens_left} |
 | slots in quarantine | {outcome.quarantined} |
-| sessions that lived to their end, each equal to its calls alone | {outcome.counts["equal to the run alone"]:,} |
+| sessions that lived to their end, each compared with its calls alone | {outcome.counts["ended"]:,} |
 | of these, different in any bit | {outcome.counts["DIFFERENT"]} |
 | native calls | {outcome.native_calls:,} |
 | evicted | {outcome.evicted:,} |
