@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from hotkv_trio import RecipeMismatch, Runtime, open_runtime
-from hotkv_trio.ray import _replicas
+from hotkv_trio.ray import DeployedShard, Deployment, DeploymentFailed, DeploymentUnknown, _replicas
 from hotkv_trio.ray._replicas import ReplicaHop
 from hotkv_trio.route import ShardAddress, open_route
 from hotkv_trio.serve import ConnectionLost, ShardServer
@@ -288,3 +288,25 @@ async def test_where_a_session_was_is_forgotten_when_it_ends(tmp_path: Path) -> 
                 await take(session, 2)
                 assert len(hops[0]._homes) == 1
             assert hops[0]._homes == {}
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        DeploymentUnknown("tiny"),
+        DeploymentFailed("tiny", "its keeper does not answer"),
+        Deployment(name="tiny", epoch=1, token=TOKEN, insecure=False, replicas=((), ())),
+    ],
+    ids=["unknown", "its keeper silent", "with fewer shards"],
+)
+async def test_a_deployment_that_is_not_there_may_come_back(monkeypatch: pytest.MonkeyPatch, found: object) -> None:
+    async def discover(_name: str, _shard: int) -> object:
+        await trio.lowlevel.checkpoint()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr("hotkv_trio.ray._shards.discover_shard", discover)
+    async with trio.open_nursery() as nursery:
+        with pytest.raises(ConnectionLost, match="tiny"):
+            await DeployedShard(deployment="tiny", shard=2).open_hop(nursery).info()

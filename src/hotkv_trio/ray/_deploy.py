@@ -20,7 +20,7 @@ from hotkv_trio.llama._digest import model_digest
 from hotkv_trio.llama._facts import read_model_facts
 from hotkv_trio.llama._planning import ShardPlan, plan_shards
 from hotkv_trio.ray import _edge
-from hotkv_trio.ray._discover import ask, look, spec_of
+from hotkv_trio.ray._discover import ask, ask_keeper, look, spec_of
 from hotkv_trio.ray._errors import DeploymentFailed
 from hotkv_trio.ray._host import Keeper, ShardHost
 from hotkv_trio.ray._names import (
@@ -46,7 +46,6 @@ logger = logging.getLogger("hotkv_trio")
 _OVERHEAD = 256 * 2**20
 """Bytes of a replica's process beside weights and KV: Python, llama.cpp's buffers."""
 _KEEPER_BYTES = 128 * 2**20
-_KEEPER_PATIENCE = 60.0
 _GRACE = 0.25
 _END_PATIENCE = 30.0
 
@@ -180,7 +179,7 @@ async def deploy(
             near=_edge.here().id,
         )
         try:
-            _await_keeper(spec, keeper)
+            ask_keeper(name, keeper, trio.from_thread.check_cancelled)
             wanted = [ReplicaId(shard, number) for shard, count in enumerate(counts) for number in range(count)]
             _grow(spec, wanted, (), patience, progress)
             return look(name, address=None, method="place", grace=_GRACE)
@@ -320,13 +319,6 @@ def _take_down(name: str) -> None:
     if (keeper := _edge.find_actor(keeper_name(name))) is not None:
         _edge.kill(keeper)
         _edge.wait_gone([keeper_name(name)], _END_PATIENCE)
-
-
-def _await_keeper(spec: Spec, keeper: _edge.Actor) -> None:
-    try:
-        _edge.call(keeper, "spec", patience=_KEEPER_PATIENCE, tick=trio.from_thread.check_cancelled)
-    except _edge.Unreachable as error:
-        raise DeploymentFailed(spec.name, f"its keeper does not start ({error})") from None
 
 
 def _grow(

@@ -64,12 +64,22 @@ def spec_of(name: str) -> Spec:
 
     Raises:
         DeploymentUnknown: nothing.
+        DeploymentFailed: who knows it does not answer.
     """
     keeper = _edge.find_actor(keeper_name(name))
     if keeper is None:
         raise DeploymentUnknown(name)
+    return ask_keeper(name, keeper)
+
+
+def ask_keeper(name: str, keeper: _edge.Actor, tick: _edge.Tick | None = None) -> Spec:
+    """Return what a keeper knows, once it has started.  Blocking.
+
+    Raises:
+        DeploymentFailed: it says nothing.
+    """
     try:
-        spec = _edge.call(keeper, "spec", patience=_KEEPER_PATIENCE)
+        spec = _edge.call(keeper, "spec", patience=_KEEPER_PATIENCE, tick=tick)
     except _edge.Unreachable as error:
         raise DeploymentFailed(name, f"its keeper does not answer ({error})") from None
     assert isinstance(spec, Spec)  # noqa: S101 - the keeper is of this version

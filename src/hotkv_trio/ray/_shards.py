@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, final
 import attrs
 
 from hotkv_trio.ray._discover import discover, discover_shard
-from hotkv_trio.ray._errors import DeploymentUnknown
+from hotkv_trio.ray._errors import DeploymentFailed, DeploymentUnknown
 from hotkv_trio.ray._replicas import ReplicaHop
 from hotkv_trio.route import Hop, ShardAddress
 from hotkv_trio.serve import ConnectionLost
@@ -41,8 +41,10 @@ class DeployedShard:
     async def _find(self) -> Sequence[ShardAddress]:
         try:
             found = await discover_shard(self.deployment, self.shard)
-        except DeploymentUnknown as error:
+        except (DeploymentUnknown, DeploymentFailed) as error:
             raise ConnectionLost(str(error)) from None
+        if self.shard >= len(found.replicas):
+            raise ConnectionLost(f"{self.deployment} was deployed anew, without a shard {self.shard}")
         return [
             ShardAddress(
                 where=replica.where,
