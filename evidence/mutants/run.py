@@ -67,7 +67,7 @@ def hunt(fault: Fault, snapshot: Path) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Write the results as Markdown."""
+    """Return the results as Markdown."""
     planted = [row for row in rows if row["fault"] != AS_IT_IS.name]
     found = sum(row["found_by"] is not None for row in planted)
     lines = [

@@ -123,7 +123,7 @@ def test_wrong_arguments(shell: Shell, tmp_path: Path, monkeypatch: pytest.Monke
     for option in ("--model", "--llama-server", "--llama-batched-bench"):
         absent = shell("bench", "--quick", option, tmp_path / "absent")
         assert absent.status == 2
-        assert "Next: " in absent.err
+        assert "Next: try " in absent.err
         assert "core: " not in absent.err
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert shell("bench", "--quick", "--plots", tmp_path).is_refusal(

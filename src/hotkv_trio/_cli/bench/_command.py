@@ -6,6 +6,7 @@ import datetime as dt
 import importlib.util
 import os
 import re
+import shutil
 import tempfile
 import time
 from contextlib import ExitStack
@@ -29,10 +30,6 @@ if TYPE_CHECKING:
     from hotkv_trio._cli.bench._findings import Findings
     from hotkv_trio._cli.bench._setting import Setting
 
-Program: TypeAlias = Annotated[
-    Path | None,
-    Parameter(validator=validators.Path(exists=True, dir_okay=False), help="The program, for the suite peers."),
-]
 Suite: TypeAlias = Literal["core", "overhead", "prefill", "ragged", "mixed", "cancel", "memory", "peers"]
 
 
@@ -45,8 +42,8 @@ async def bench(
         Path | None, Parameter(help="A GGUF file; without one a tiny random model is built, which shows little.")
     ] = None,
     plots: Annotated[Path | None, Parameter(help="A folder for plots (PNG); needs the extra bench.")] = None,
-    llama_server: Program = None,
-    llama_batched_bench: Program = None,
+    llama_server: Annotated[Path | None, Parameter(help="The program, for the suite peers.")] = None,
+    llama_batched_bench: Annotated[Path | None, Parameter(help="The program, for the suite peers.")] = None,
     threads: Annotated[
         int | None, Parameter(validator=validators.Number(gte=1), help="Of a native call; else one a processor.")
     ] = None,
@@ -67,6 +64,10 @@ async def bench(
     if model is not None:
         with advising(A_WHOLE_MODEL):
             read_model_facts(model).require_model()
+    with advising("the path of the program, as llama.cpp's build leaves it in bin"):
+        for program in filter(None, (llama_server, llama_batched_bench)):
+            if shutil.which(program) is None:
+                raise InvalidInput(f"{program} is no program that can be run here")
     await trio.lowlevel.checkpoint()
     measured: list[Findings] = []
     with ExitStack() as stack:

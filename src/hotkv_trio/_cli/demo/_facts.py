@@ -34,7 +34,7 @@ class SessionFacts:
 
 @attrs.frozen(kw_only=True)
 class ModeFacts:
-    """One runtime's life."""
+    """One run of all sessions together, and the bytes over the whole life of its runtime."""
 
     prefill_tokens_per_second: float
     """In native calls: tokens appended by the time that the calls took."""
