@@ -155,6 +155,14 @@ def test_any_number_of_sessions(sessions: int) -> None:
     assert [befell.count(incident) for incident in Incident] == [1, 1, 1, 1]
 
 
+def test_the_cancelled_session_is_stopped_at_work_however_fast_the_engine_is() -> None:
+    for _ in range(20):
+        facts = trio.run(run_demo, fake_setting(sessions=1, tokens=8), Silent())
+        assert facts.ok
+        # What it had by then, and what was under way, which is not torn apart.
+        assert facts.sessions[0].generated_tokens == 5 * 8 // 6 + 1
+
+
 @pytest.mark.parametrize(
     "make, exact, grouped",
     [
@@ -277,13 +285,14 @@ def test_prompts_differ_and_are_unequal() -> None:
     assert all(np.array_equal(one.tokens, other.tokens) for one, other in again)
 
 
-async def test_recorder_says_what_is_left_in_the_slots() -> None:
+async def test_recorder_says_when_a_call_begins_and_what_is_left_in_the_slots() -> None:
     calls: list[NativeCall] = []
     recorder = Recorder(FakeEngine(n_slots=3), calls.append)
     recorder.open()
-    begun = recorder.expect(1)
+    held = recorder.hold(1)
+    held.may_go_on.set()
     recorder.process([Append(1, 0, np.array([1, 2], dtype=np.int32), "last")])
-    await begun.wait()
+    await held.begun.wait()
     recorder.close()
     assert recorder.left == [0, 2, 0]
     assert [call.members for call in calls] == [((1, 0, 2, "last"),)]

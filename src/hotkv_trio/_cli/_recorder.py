@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -35,6 +36,14 @@ class NativeCall:
         return all(n_tokens == 1 for _, _, n_tokens, _ in self.members)
 
 
+@attrs.frozen(eq=False)
+class Held:
+    """A native call that is held at its beginning, in the engine's thread."""
+
+    begun: trio.Event = attrs.field(factory=trio.Event, init=False)
+    may_go_on: threading.Event = attrs.field(factory=threading.Event, init=False)
+
+
 class Recorder:
     """Passes every call on to the engine that it is around.  Made inside `trio.run`.
 
@@ -47,15 +56,15 @@ class Recorder:
         self._engine = engine
         self._on_call = on_call
         self._token = trio.lowlevel.current_trio_token()
-        self._awaited: dict[int, trio.Event] = {}
+        self._held: dict[int, Held] = {}
         self._n_slots = 0
         self.left: list[int] = []
         """Tokens that each slot still held when the engine was closed."""
 
-    def expect(self, slot: int) -> trio.Event:
-        """Return an event that is set as soon as the next native call that serves the slot has begun."""
-        self._awaited[slot] = event = trio.Event()
-        return event
+    def hold(self, slot: int) -> Held:
+        """Hold the next native call that serves the slot, until it may go on."""
+        self._held[slot] = held = Held()
+        return held
 
     def open(self) -> EngineInfo:
         """See `hotkv_trio.Engine.open`."""
@@ -66,8 +75,9 @@ class Recorder:
     def process(self, group: Sequence[Append]) -> list[Rows]:
         """See `hotkv_trio.Engine.process`."""
         for append in group:
-            if (event := self._awaited.pop(append.slot, None)) is not None:
-                self._token.run_sync_soon(event.set)
+            if (held := self._held.pop(append.slot, None)) is not None:
+                self._token.run_sync_soon(held.begun.set)
+                held.may_go_on.wait()
         begun = time.perf_counter()
         rows = self._engine.process(group)
         call = NativeCall(
@@ -87,8 +97,8 @@ class Recorder:
 
     def move(self, source: int, target: int) -> None:
         """See `hotkv_trio.Engine.move`."""
-        if (event := self._awaited.pop(source, None)) is not None:
-            self._awaited[target] = event
+        if (held := self._held.pop(source, None)) is not None:
+            self._held[target] = held
         self._engine.move(source, target)
 
     def length(self, slot: int) -> int:

@@ -14,6 +14,7 @@ from hotkv_trio._keys import SessionKey
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Sequence
 
+    from hotkv_trio._cli._recorder import Held
     from hotkv_trio._cli.demo._play import Part
     from hotkv_trio._cli.demo._stage import Stage
     from hotkv_trio._session import Session
@@ -121,18 +122,21 @@ class Together:
     async def _be_cancelled(self, session: Session, take: Take) -> None:
         await self._evicted.wait()
         await play(session, take, until=1 + 5 * take.part.n_decodes // 6)
-        session.nursery.start_soon(_cancel_during, session, self.stage.recorder.expect(_slot(session)))
+        session.nursery.start_soon(_cancel_during, session, self.stage.recorder.hold(_slot(session)))
         try:
             await play(session, take)
             await trio.sleep_forever()
         except trio.Cancelled:
-            self.cancelled_stopped = True
+            self.cancelled_stopped = len(take.rows) < take.part.n_calls
             raise
 
 
-async def _cancel_during(session: Session, native_call: trio.Event) -> None:
-    await native_call.wait()
-    session.cancel("its client went away")
+async def _cancel_during(session: Session, native_call: Held) -> None:
+    try:
+        await native_call.begun.wait()
+        session.cancel("its client went away")
+    finally:
+        native_call.may_go_on.set()
 
 
 def _slot(session: Session) -> int:
