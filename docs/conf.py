@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import attrs
 from pygments.lexers.special import TextLexer
 from sphinx.ext.napoleon import Config, GoogleDocstring
 
@@ -68,10 +69,13 @@ def _read_sections(app: Sphinx, what: str, name: str, member: object, options: o
 
 
 def _read_signature(
-    _app: Sphinx, _what: str, _name: str, _member: object, _options: object, signature: str | None, returns: str | None
+    _app: Sphinx, _what: str, _name: str, member: object, _options: object, signature: str | None, returns: str | None
 ) -> tuple[str | None, str | None]:
-    """Say of an asynchronous context manager what ``as`` gives."""
+    """Say of an asynchronous context manager what ``as`` gives, and of attrs' classes what the defaults are."""
     given = re.fullmatch(r"AsyncGenerator\[(.*)\]", returns or "")
+    if signature is not None and isinstance(member, type) and attrs.has(member):
+        defaults = {field.name: repr(field.default) for field in attrs.fields(member)}
+        signature = re.sub(r"attr_dict\['(\w+)'\]\.default", lambda found: defaults[found[1]], signature)
     return signature, given[1] if given else returns
 
 
