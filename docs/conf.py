@@ -71,8 +71,8 @@ def _read_sections(app: Sphinx, what: str, name: str, member: object, options: o
 def _read_signature(
     _app: Sphinx, _what: str, _name: str, member: object, _options: object, signature: str | None, returns: str | None
 ) -> tuple[str | None, str | None]:
-    """Say of an asynchronous context manager what ``as`` gives, and of attrs' classes what the defaults are."""
-    given = re.fullmatch(r"AsyncGenerator\[(.*)\]", returns or "")
+    """Say of a context manager what ``as`` gives, and of attrs' classes what the defaults are."""
+    given = re.fullmatch(r"(?:Async)?Generator\[(.*)\]", returns or "")
     if signature is not None and isinstance(member, type) and attrs.has(member):
         defaults = {field.name: repr(field.default) for field in attrs.fields(member)}
         signature = re.sub(r"attr_dict\['(\w+)'\]\.default", lambda found: defaults[found[1]], signature)

@@ -66,8 +66,8 @@ _UNTOUCHED: Final = (_ffi.NO_SLOT, _ffi.INVALID_BATCH)
 class LlamaEngine:
     """Holds KV for a model, or for a range of its layers, in numbered slots of one llama.cpp context.
 
-    It is an engine in the sense of ``hotkv_trio._engine.Engine``: hand it to ``open_runtime``, which opens it, calls it
-    from one thread, and closes it.  The constructor only looks at its arguments; ``open`` loads the model.
+    It is a `hotkv_trio.Engine`: hand it to `hotkv_trio.open_runtime`, which opens it, calls it from one thread, and
+    closes it.  The constructor only looks at its arguments; ``open`` loads the model.
 
     ======================  =========================================  ====================================
     layers                  what is appended                           what comes back
@@ -92,6 +92,25 @@ class LlamaEngine:
       model makes one, all sessions fail with `EngineFailed` and go cold, and the pool serves again once all are gone.
     - *Room*: the pool has the cells that the streams would have.  Each slot takes ``n_ctx`` of them at most, a free
       cell serves anybody, and so none of them is ever without.
+
+    Args:
+        path: a GGUF file; of a split one, any part.
+        layers: first layer, and one past the last; None: all.
+        n_slots: sequences side by side, 1 to 256.
+        n_ctx: tokens that each of them holds at least; llama.cpp rounds up to a multiple of 256.
+        type_k: how keys are stored: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl.
+        type_v: how values are stored, likewise.
+        layout: how slots share the context: ``streams``, or ``unified`` with its weaker promise (see above).
+        swa_full: whether sliding-window layers keep the full context.  If not, they take less memory, and a
+            slot can be cut back within the window only.
+        threads: CPU threads of one call; None: one for each processor that this process may use.  The bits of an
+            output depend on their number: past 512 tokens, attention is summed in as many parts.
+        tap: how a shard without the last layer reads its hidden states: the ``native`` library, the slower one in
+            ``python``, or ``auto``: the first that works.
+        cache_dir: where slices of models are kept; None: in the user's cache directory.
+
+    Raises:
+        InvalidInput: an argument that no context can be made with; it names the limit.
     """
 
     def __init__(
@@ -109,26 +128,6 @@ class LlamaEngine:
         tap: TapKind | Literal["auto"] = "auto",
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Check the arguments.
-
-        Args:
-            path: a GGUF file; of a split one, any part.
-            layers: first layer, and one past the last; None: all.
-            n_slots: sequences side by side, 1 to 256.
-            n_ctx: tokens that each of them holds at least; llama.cpp rounds up to a multiple of 256.
-            type_k: how keys are stored.
-            type_v: how values are stored.
-            layout: how slots share the context: ``streams``, or ``unified`` with its weaker promise (see above).
-            swa_full: whether sliding-window layers keep the full context.  If not, they take less memory, and a
-                slot can be cut back within the window only.
-            threads: CPU threads of one call; None: one for each processor that this process may use.  The bits of an
-                output depend on their number: past 512 tokens, attention is summed in as many parts.
-            tap: how a shard without the last layer reads its hidden states.
-            cache_dir: where slices of models are kept; None: in the user's cache directory.
-
-        Raises:
-            InvalidInput: an argument that no context can be made with; it names the limit.
-        """
         check_options(
             layers=layers,
             n_slots=n_slots,
@@ -334,7 +333,7 @@ class LlamaEngine:
             For each member its rows, float32 (n_rows, n_output): views of arrays that nobody writes to again.
 
         Raises:
-            InvalidInput: nothing reached llama.cpp (see ``_gate``).
+            InvalidInput: a value that llama.cpp must not see; nothing reached it.
             EngineFailed: llama.cpp refused or failed, or an output that was computed is not finite.  Slots of members
                 may hold none, some or all of what was to be appended: each can be cut back or must be cleared, and
                 takes nothing before, unless ``length`` shows that it is as it was.  All other slots are untouched.

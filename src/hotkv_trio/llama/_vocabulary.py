@@ -22,14 +22,15 @@ class Vocabulary:
     """The vocabulary of one file.  Any thread may call, also while another closes it.
 
     One that nobody closes is given back when nobody holds it any more.
+
+    Args:
+        path: a GGUF file; the vocabulary alone is loaded.
+
+    Raises:
+        InvalidInput: llama.cpp cannot load the file, or it holds no vocabulary.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Load the vocabulary alone.
-
-        Raises:
-            InvalidInput: llama.cpp cannot load the file, or it holds no vocabulary.
-        """
         self._lock = threading.Lock()
         self._name = str(path)
         self._model: int | None = None
