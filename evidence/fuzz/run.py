@@ -102,7 +102,7 @@ def fuzz_llama(n: int, first_seed: int, tally: Tally) -> None:
 
 
 def main() -> None:
-    """Run one kind."""
+    """Run one kind; what is written is of runs in which nothing failed, as a failure ends this."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=["fake", "llama"])
     parser.add_argument("--programs", type=int, required=True)
@@ -124,7 +124,6 @@ def main() -> None:
         "scheduler_steps": tally.steps,
         "native_calls": tally.native_calls,
         "seconds": round(time.perf_counter() - start),
-        "failures": 0,
         "outcomes": dict(sorted(tally.outcomes.items())),
     }
     path = Path(__file__).with_name(f"{asked.kind}-{asked.seed}.json")

@@ -167,7 +167,10 @@ async def _rounds(shard: Shard, model: Path, given: argparse.Namespace) -> int:
         f" {borrowed} bytes"
     )
     print(f"{runs} runs of 100 tokens of neighbours meanwhile, every one exact, none replayed")
-    print(f"memory of the server: {early / 2**20:.1f} MiB after round 2, {late / 2**20:.1f} MiB at the end")
+    print(
+        f"memory of the server: {early / 2**20:.1f} MiB after round {min(2, len(memory))},"
+        f" {late / 2**20:.1f} MiB at the end"
+    )
     return 1 if borrowed or grown or not runs else 0
 
 

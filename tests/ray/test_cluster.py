@@ -242,6 +242,8 @@ async def test_what_cannot_be_deployed_leaves_nothing(model: Path) -> None:
         await deploy("tiny", model, 2, host="0.0.0.0", n_ctx=256)
     with pytest.raises(InvalidInput, match="replicas must be"):
         await deploy("tiny", model, 2, replicas=[1, 0])
+    with pytest.raises(InvalidInput, match="replicas must be"):
+        await deploy("tiny", model, 2, replicas=2.5)  # type: ignore[arg-type]
     with trio.move_on_after(1) as scope:
         await deploy("tiny", model, 2, resources={"unobtainium": 1})
     assert scope.cancelled_caught

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +37,7 @@ from hotkv_trio.ray._spec import Failed, Order, Place, Serving, Spec
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
     from hotkv_trio.llama import KVType
     from hotkv_trio.ray._spec import Deployment
@@ -161,7 +162,7 @@ async def deploy(
 
     def work() -> Deployment:
         spec = make_spec()
-        counts = [replicas] * len(spec.ranges) if isinstance(replicas, int) else list(replicas)
+        counts = list(replicas) if isinstance(replicas, Sequence) else [replicas] * len(spec.ranges)
         if len(counts) != len(spec.ranges):
             raise InvalidInput(f"replicas must be a number, or one for each of {len(spec.ranges)} shards")
         for count in counts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -81,7 +82,8 @@ def _sessions(sessions: Sequence[SessionFacts]) -> Table:
             str(session.generated_tokens),
             yes_no(session.equal_to_solo),
             Text("alone", style="dim") if session.unmoved is None else yes_no(session.unmoved),
-            f"{session.max_difference_to_solo:.2g} {session.same_top_as_solo:>5.0%}",
+            # 99.9 % is not all.
+            f"{session.max_difference_to_solo:.2g} {math.floor(100 * session.same_top_as_solo):>4}%",
             session.ended,
         )
     return table
