@@ -42,6 +42,13 @@ def second_engine(**options: Any) -> FakeEngine:
     return FakeEngine(n_vocab=0, n_embd=WIDTH, n_ctx_seq=128, **options)
 
 
+def of_another_model() -> FakeEngine:
+    engine = second_engine()
+    recipe = attrs.evolve(engine._info.recipe, model_digest="74ccf82e")
+    engine._info = attrs.evolve(engine._info, recipe=recipe)
+    return engine
+
+
 class Shard:
     """A shard server on a Unix socket that can be killed, with all it remembers, and started again."""
 
@@ -358,14 +365,15 @@ async def test_shards_that_do_not_fit_together_are_refused() -> None:
     async with AsyncExitStack() as stack:
         runtimes = [
             await stack.enter_async_context(open_runtime(engine, executor=InlineExecutor()))
-            for engine in (FakeEngine(), FakeEngine(n_vocab=0, n_embd=8), second_engine())
+            for engine in (FakeEngine(), FakeEngine(n_vocab=0, n_embd=8), second_engine(), of_another_model())
         ]
-        first, narrow, second = runtimes
+        first, narrow, second, other = runtimes
         refused: list[tuple[list[Any], str]] = [
             ([], "at least one"),
             ([second], "begins with"),
             ([first, narrow], "give 16 values, 2:4 take 8"),
             ([first, second, second], "not followed by"),
+            ([first, other], "0:2 and 2:4 are of different models, by the digests fake and 74ccf82e"),
             ([first, 3], "a shard is"),
             ([first, "nowhere"], "HOST:PORT"),
         ]

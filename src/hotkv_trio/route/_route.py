@@ -98,8 +98,8 @@ async def open_route(
     """Open a route for as long as the ``async with`` lasts.
 
     Args:
-        shards: in the order of their layers: runtimes, clients, or addresses.  Only addresses are called again when
-            their connection is lost.
+        shards: in the order of their layers, all of one model: runtimes, clients, or addresses.  Only addresses are
+            called again when their connection is lost.  How they store KV, and how much, may differ.
         replay: how a history that a shard has lost is put back: ``"exact"``, call by call, or ``"fast"``, in bulk.
         prefill_chunk: tokens of a prompt that go through a shard at a time.
         max_sessions: sessions at once; None: as many as every shard has slots.
@@ -137,6 +137,11 @@ def _check_route(infos: Sequence[EngineInfo]) -> None:
             raise InvalidInput(
                 f"layers {_name(one)} of {one.recipe.architecture} are not followed by {_name(other)} of"
                 f" {other.recipe.architecture}"
+            )
+        if one.recipe.model_digest != other.recipe.model_digest:
+            raise InvalidInput(
+                f"layers {_name(one)} and {_name(other)} are of different models, by the digests"
+                f" {one.recipe.model_digest:.12} and {other.recipe.model_digest:.12} of their tensors"
             )
         if one.n_output != other.n_embd:
             raise InvalidInput(f"layers {_name(one)} give {one.n_output} values, {_name(other)} take {other.n_embd}")
