@@ -15,6 +15,7 @@ import pytest
 import hotkv_trio
 import hotkv_trio.serve
 from hotkv_trio import HotKVError, MissReason, RuntimeStatistics
+from hotkv_trio.llama._architectures import ARCHITECTURES
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -60,6 +61,12 @@ def test_figures_to_watch_are_those_of_the_runtime() -> None:
         "EngineFailed",
         "native_code",
     }
+
+
+def test_architectures_are_those_that_can_be_cut() -> None:
+    (told,) = re.findall(r"(?s)as GGUF names them: (.*?)\.\n", (DOCS / "design.md").read_text(encoding="utf-8"))
+    assert re.findall(r"`(\S+?)`", told) == sorted(ARCHITECTURES)
+    assert f"[{len(ARCHITECTURES)} architectures]" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_reference_of_the_core_has_every_public_name() -> None:

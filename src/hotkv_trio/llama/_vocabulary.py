@@ -98,6 +98,16 @@ class Vocabulary:
             return 0 <= token < _ffi.n_vocab(model) and _ffi.is_end(model, int(token))
 
     @property
+    def n_vocab(self) -> int:
+        """Tokens are 0 to ``n_vocab - 1``.
+
+        Raises:
+            InvalidInput: the vocabulary is closed.
+        """
+        with self._lock:
+            return _ffi.n_vocab(self._loaded())
+
+    @property
     def chat_template(self) -> str | None:
         """The file's own chat template (Jinja); None: it has none."""
         with self._lock:
