@@ -51,7 +51,7 @@ def test_counts_the_points_and_says_where() -> None:
             await trio.lowlevel.cancel_shielded_checkpoint()
         return lot
 
-    found = cancel_at_every_step(program, lambda lot: lot.lent)
+    found = cancel_at_every_step(program)
     assert [point.cancelled for point in found.points] == [True, False]
     assert str(found) == "2 cancellation points in 2 places, 1 ended Cancelled"
 
