@@ -22,6 +22,7 @@ from hotkv_trio import (
     PositionMismatch,
     RecipeMismatch,
     SessionExists,
+    StaleEpoch,
     TruncateUnsupported,
 )
 from hotkv_trio.serve import ConnectionLost, LimitExceeded, ProtocolError, open_shard_client
@@ -114,7 +115,7 @@ async def told(shard: Opener, does: Callable[[Opener], Awaitable[None]]) -> tupl
         (overfills, ContextFull),
         (truncates_too_far, InvalidInput),
         (opens_twice, SessionExists),
-        (opens_older, HotKVError),
+        (opens_older, StaleEpoch),
         (wants_another_recipe, RecipeMismatch),
         (bad_input([]), InvalidInput),
         (bad_input([99]), InvalidInput),
