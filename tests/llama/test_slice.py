@@ -385,12 +385,16 @@ def test_two_processes_at_once_make_it_once(tmp_path: Path) -> None:
             write(shard, target, progress)
             print("made")
         _slice._write = counted
+        print("there", flush=True)
         while not os.path.exists(sys.argv[3]):
             pass
         print(_slice.cached_slice(sys.argv[1], (0, 2), sys.argv[2]))
     """
     command = [sys.executable, "-c", textwrap.dedent(racing), str(source), str(folder), str(tmp_path / "go")]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "there\n"
     (tmp_path / "go").touch()
     printed = [process.communicate(timeout=60)[0].split() for process in processes]
     assert sorted(map(len, printed)) == [1, 1, 1, 2]
