@@ -109,6 +109,7 @@ async def test_a_session_closed_behind_a_long_prefill_is_released_once_that_has_
         with trio.move_on_after(0.01):
             await session.prefill([3] * 12)
         await session.aclose()
+        assert rig.lent == 1
         rig.executor.resume()
         await until(lambda: rig.lent == 0)
 
