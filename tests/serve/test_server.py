@@ -572,7 +572,3 @@ async def test_unknown_dtypes_are_refused_and_others_agreed() -> None:
             assert client.dtype == "float16"
         with pytest.raises(InvalidInput, match="dtypes"):
             ShardServer(rig.runtime, dtypes=["int8"])  # type: ignore[list-item]
-    with pytest.raises(InvalidInput, match="max_queued_bytes"):
-        Limits(max_queued_bytes=5)
-    with pytest.raises(InvalidInput, match="max_sessions"):
-        Limits(max_sessions=0)
