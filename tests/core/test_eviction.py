@@ -375,7 +375,7 @@ async def test_not_waiting_for_a_busy_one_says_would_block_and_changes_nothing()
         assert session.hot
 
 
-async def test_not_waiting_for_one_that_becomes_busy_says_would_block() -> None:
+async def test_not_waiting_and_becoming_busy_in_one_moment_one_of_them_is_refused() -> None:
     async with open_rig(FakeEngine(n_slots=1)) as rig:
         session = await rig.runtime.start_session(key("a"))
         rig.executor.hold()
