@@ -123,7 +123,7 @@ async def test_a_deserted_unix_socket_is_replaced_one_in_use_is_not(tmp_path: Pa
         assert (tmp_path / "file").read_text(encoding="utf-8") == "kept"
 
 
-async def test_tls(tmp_path: Path) -> None:
+async def test_tls() -> None:
     async with serving("127.0.0.1:0", ssl_context=server_context()) as (rig, (where,)):
         await use(rig, where, ssl_context=client_context())
         with pytest.raises(ConnectionLost, match=r"(?i)certificate"):
