@@ -113,16 +113,6 @@ def test_learned_positions_end_with_their_table(tiny: Tiny, monkeypatch: pytest.
 # Appending.
 
 
-@pytest.mark.parametrize("output, n_rows", [("none", 0), ("last", 1), ("all", 5)])
-def test_rows_are_what_was_asked_for(tiny: Tiny, output: Any, n_rows: int) -> None:
-    with opened(tiny()) as it:
-        rows = it.append(2, tokens(5), output)
-        assert rows.shape == (n_rows, it.info.n_output)
-        assert rows.dtype == np.float32
-        assert it.engine.length(2) == 5
-        assert [it.engine.length(slot) for slot in (0, 1, 3)] == [0, 0, 0]
-
-
 def test_rows_stay_as_they_were(tiny: Tiny) -> None:
     """Not views of llama.cpp's buffer, which the next call overwrites."""
     with opened(tiny()) as it:
