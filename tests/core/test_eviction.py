@@ -199,10 +199,14 @@ async def test_sessions_that_decode_without_a_pause_are_not_evicted_between_two_
                     assert rig.is_solo(result.output, history)
             done.append(name)
 
+        rig.executor.hold()
         for name in "ab":
             nursery.start_soon(decode, name)
-        await wait_all_tasks_blocked(0)
+        await wait_all_tasks_blocked()
         nursery.start_soon(decode, "c")
+        await wait_all_tasks_blocked()
+        assert (rig.statistics.waiting, done) == (1, [])
+        rig.executor.resume()
         await wait_all_tasks_blocked()
         assert sorted(done[:2]) == ["a", "b"]
         assert rig.statistics.evicted == 0
