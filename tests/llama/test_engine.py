@@ -721,8 +721,11 @@ def test_text_from_several_threads_while_it_is_closed(tiny: Tiny) -> None:
     vocabulary = Vocabulary(tiny())
     expected = vocabulary.tokenize("some words to cut")
     outcomes: list[str] = []
+    at_work = threading.Barrier(5, timeout=20)
 
     def cut() -> None:
+        assert np.array_equal(vocabulary.tokenize("some words to cut"), expected)
+        at_work.wait()
         try:
             while True:
                 assert np.array_equal(vocabulary.tokenize("some words to cut"), expected)
@@ -732,6 +735,7 @@ def test_text_from_several_threads_while_it_is_closed(tiny: Tiny) -> None:
     threads = [threading.Thread(target=cut) for _ in range(4)]
     for thread in threads:
         thread.start()
+    at_work.wait()
     vocabulary.close()
     for thread in threads:
         thread.join(timeout=20)
