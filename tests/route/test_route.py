@@ -245,8 +245,8 @@ async def test_many_sessions_while_shards_are_killed_at_random(tmp_path: Any) ->
     rng = random.Random(5)
     prompts = [[rng.randrange(WIDTH) for _ in range(rng.randrange(1, 9))] for _ in range(8)]
     expected = [await undisturbed(prompt, 20) for prompt in prompts]
-    engines = (partial(first_engine, n_slots=4), partial(second_engine, n_slots=6))
-    async with open_rig(tmp_path, *engines) as rig, rig.route() as route:
+    makers = (partial(first_engine, n_slots=4), partial(second_engine, n_slots=6))
+    async with open_rig(tmp_path, *makers) as rig, rig.route() as route:
         got: dict[int, list[int]] = {}
         done = trio.Event()
 
@@ -271,7 +271,9 @@ async def test_many_sessions_while_shards_are_killed_at_random(tmp_path: Any) ->
                     workers.start_soon(work, number)
             done.set()
         assert [got[number] for number in range(len(prompts))] == expected
-        assert max(len(group) for shard in rig.shards for engine in shard.engines for group in engine.calls) > 1
+        engines = [engine for shard in rig.shards for engine in shard.engines]
+        assert len(engines) > 2, "some were killed"
+        assert max(len(group) for engine in engines for group in engine.calls) > 1
 
 
 async def test_who_takes_over_an_id_fences_the_other_off_for_good(tmp_path: Any) -> None:
