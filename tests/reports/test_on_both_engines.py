@@ -334,23 +334,27 @@ async def test_who_goes_and_who_stays(both: Engines) -> None:
     async with both.open() as rig, trio.open_nursery() as nursery:
         for name in ("first", "second", "third"):
             await (await rig.runtime.start_session(key(name))).prefill(tokens(4))
-        await rig.runtime.get(key("first")).decode(1)
         rig.executor.hold()
-        busy = spawn(nursery, rig.runtime.get(key("second")).decode, 2)
+        busy = [spawn(nursery, rig.runtime.get(key(name)).decode, 1) for name in ("first", "second", "third")]
         await wait_all_tasks_blocked()
         leaves = trio.CancelScope()
         gone = spawn(nursery, hold_open, rig.runtime, key("gone"), scope=leaves)
+        await wait_all_tasks_blocked()
+        assert (rig.statistics.waiting, gone.done) == (1, False)
         leaves.cancel()
         await wait_all_tasks_blocked()
         assert gone.done
         rig.executor.resume()
         await wait_all_tasks_blocked()
-        assert (rig.statistics.evicted, busy.value.length) == (0, 5)
+        assert [work.value.length for work in busy] == [5] * 3
+        assert rig.statistics.evicted == 0
+        for name in ("second", "first"):
+            await rig.runtime.get(key(name)).decode(2)
         await rig.runtime.start_session(key("new"))
         with pytest.raises(CacheMiss) as miss:
             rig.runtime.get(key("third"))
         assert miss.value.reason is MissReason.EVICTED
-        assert rig.is_solo((await rig.runtime.get(key("first")).decode(3)).output, tokens(4), [1], [3])
+        assert rig.is_solo((await rig.runtime.get(key("first")).decode(3)).output, tokens(4), [1], [2], [3])
         for name in ("first", "second", "new"):
             await rig.runtime.release(key(name))
 
