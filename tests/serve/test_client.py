@@ -396,7 +396,7 @@ async def test_an_open_that_was_given_up_is_released_when_it_is_answered(
             with trio.move_on_after(1):
                 await client.start_session(key("a"))
             request = await server.request()
-            await server.request()
+            assert await server.request() == m.Cancel(id=request.id)
             await server.reply(m.Opened(id=request.id, length=0))
             release = await server.request()
             assert isinstance(release, m.Release)
