@@ -362,25 +362,29 @@ async def test_another_version_is_refused_in_this_ones_words() -> None:
 
 async def test_limits_of_a_connection() -> None:
     limits = Limits(max_requests=3, max_sessions=2, max_connections=2, max_frame=2000, max_queued_bytes=2000)
-    async with open_rig(limits=limits) as rig, rig.connect() as client:
+    async with open_rig(FakeEngine(n_ctx_seq=1000), limits=limits) as rig, rig.connect() as client:
         stream = rig.stream()
         end = await greet(stream)
         for request in range(1, 5):
             await stream.send_all(end.send(m.Open(id=request, session=f"s{request}", epoch=0)))
         replies = [(await receive(stream, end)).message for _ in range(4)]
-        assert sum(isinstance(reply, m.Opened) for reply in replies) == 2
+        opened = [f"s{reply.id}" for reply in replies if isinstance(reply, m.Opened)]
+        refused = [(reply.what, reply.limit) for reply in replies if isinstance(reply, m.LimitExceededReply)]
+        assert (len(opened), refused) == (2, [("sessions of one connection", 2)] * 2)
         rig.executor.hold()
         raw = bytes(4 * 350)
-        opened = [f"s{reply.id}" for reply in replies if isinstance(reply, m.Opened)]
         for request, session in ((5, opened[0]), (6, opened[1])):
             tensor = Tensor("int32", (350,))
             await stream.send_all(end.send(m.Prefill(id=request, session=session, epoch=0, tensor=tensor), raw))
-        refused = {(await receive(stream, end)).message.id for _ in range(2)}
-        assert refused == {5, 6}  # one too long for its slot, one over the bytes that may wait
+        with trio.fail_after(5):
+            reply = (await receive(stream, end)).message
+        assert (reply.id, reply.limit) == (6, 2000)
+        assert "bytes of requests" in reply.what
         with pytest.raises(ConnectionLost):
             async with rig.connect():
                 pytest.fail("a third connection")
         rig.executor.resume()
+        assert (await receive(stream, end)).message.length == 350
         await client.ping()
 
 
