@@ -289,6 +289,16 @@ async def test_a_silent_peer_is_disconnected(autojump_clock: trio.testing.MockCl
         assert await silent.receive_some() == b""
 
 
+async def test_a_peer_that_leaves_before_its_hello_has_done_no_wrong(caplog: pytest.LogCaptureFixture) -> None:
+    async with open_rig() as rig:
+        stream = rig.stream()
+        await stream.send_eof()
+        assert await stream.receive_some() == b""
+        await settled()
+        assert (rig.server.statistics().connections, rig.server.statistics().dropped) == (0, 0)
+    assert caplog.records == []
+
+
 async def test_hostile_peers_cost_their_own_connection_only() -> None:
     rng = random.Random(7)
     async with open_rig() as rig, rig.connect() as client, client.open_session(key("n")) as neighbour:
