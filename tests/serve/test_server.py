@@ -416,6 +416,21 @@ async def test_too_many_requests_are_refused_not_gathered() -> None:
         assert [(reply.id, reply.position) for reply in replies] == [(2, 0), (3, 1), (4, 2)]
 
 
+@pytest.mark.parametrize("n_tokens", [0, 2])
+async def test_a_decode_of_other_than_one_token_is_refused_here_too(n_tokens: int) -> None:
+    async with open_rig() as rig:
+        stream = rig.stream()
+        end = await greet(stream)
+        await stream.send_all(end.send(m.Open(id=1, session="a", epoch=0)))
+        await receive(stream, end)
+        decode = m.Decode(id=2, session="a", epoch=0, tensor=Tensor("int32", (n_tokens,)))
+        await stream.send_all(end.send(decode, bytes(4 * n_tokens)))
+        reply = (await receive(stream, end)).message
+        assert isinstance(reply, m.InvalidInputReply)
+        assert f"one token, not {n_tokens}" in reply.what
+        assert rig.engine.calls == []
+
+
 async def test_rows_too_large_for_the_client_are_refused_before_anything_is_appended() -> None:
     async with open_rig() as rig, rig.connect(max_frame=3000) as client, client.open_session(key("a")) as session:
         with pytest.raises(LimitExceeded, match="rows"):
