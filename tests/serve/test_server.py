@@ -530,6 +530,14 @@ async def test_drain_lets_running_requests_finish_and_begins_nothing_new() -> No
         assert "draining" in repr(rig.server)
 
 
+async def test_who_drains_does_not_begin_to_listen() -> None:
+    async with open_rig() as rig:
+        await rig.server.drain()
+        with trio.fail_after(5):
+            await rig.server.serve("127.0.0.1:0")
+        assert not rig.server.ready
+
+
 async def test_drain_ends_what_does_not_end_in_time(autojump_clock: trio.testing.MockClock) -> None:
     async with open_rig(FakeEngine(n_slots=1)) as rig, rig.connect() as client, trio.open_nursery() as nursery:
         results: list[Any] = []
