@@ -312,9 +312,7 @@ def test_recorder_closes_what_could_not_be_opened() -> None:
     assert engine.closed
 
 
-def test_text_cannot_steer_the_terminal(
-    shell: Shell, on_fake: Callable[[Callable[..., FakeEngine]], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_cannot_steer_the_terminal(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     setting = fake_setting()
     prompts = [attrs.evolve(prompt, text="[red]\x1b[31m\n") for prompt in setting.prompts]
     evil = attrs.evolve(setting, prompts=prompts, to_text=lambda _: "\x1b]0;[/]\x07")

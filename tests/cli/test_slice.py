@@ -44,9 +44,7 @@ def test_json_is_one_document(shell: Shell, tmp_path: Path) -> None:
     }
 
 
-def test_a_terminal_gets_a_bar(
-    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(_output, "Console", lambda **how: Console(force_terminal=True, width=100, **how))
     with _output.bar("slicing") as progress:
         for done in (0, 50, 100):

@@ -178,15 +178,22 @@ def overfill(directory: Directory[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [bury_a_live_one, misfile, keep_a_dead_one_idle, let_a_pinned_one_be_evicted, disorder, overfill],
+    "damage, said",
+    [
+        (bury_a_live_one, "an id is both live and buried"),
+        (misfile, "an entry stands under another id"),
+        (keep_a_dead_one_idle, "an idle session is not live"),
+        (let_a_pinned_one_be_evicted, "a pinned session can be evicted"),
+        (disorder, "idle sessions are out of order"),
+        (overfill, "too many tombstones"),
+    ],
 )
-def test_check_integrity_finds(damage: Callable[[Directory[str]], None]) -> None:
+def test_check_integrity_finds(damage: Callable[[Directory[str]], None], said: str) -> None:
     directory: Directory[str] = Directory()
     directory.rest(admit(directory, "a"), 1)
     directory.rest(admit(directory, "c"), 2)
     directory.end(admit(directory, "gone"), MissReason.RELEASED)
     directory.check_integrity()
     damage(directory)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=said):
         directory.check_integrity()

@@ -14,7 +14,7 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from hotkv_trio import CacheMiss, HotKVError, MissReason, RuntimeClosed, SessionExists, SessionKey, StaleEpoch
+from hotkv_trio import CacheMiss, EngineFailed, MissReason, RuntimeClosed, SessionExists, SessionKey, StaleEpoch
 from hotkv_trio.testing import FakeEngine
 from tests.core._rig import Rig, key, native_failure, open_rig
 
@@ -57,7 +57,7 @@ async def expired(rig: Rig, session: Session) -> None:
 async def failed(rig: Rig, session: Session) -> None:
     rig.engine.fail("process", native_failure())
     rig.engine.fail("truncate", native_failure())
-    with pytest.raises(HotKVError):
+    with pytest.raises(EngineFailed):
         await session.decode(5)
     await wait_all_tasks_blocked()
 

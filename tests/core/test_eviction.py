@@ -199,10 +199,14 @@ async def test_sessions_that_decode_without_a_pause_are_not_evicted_between_two_
                     assert rig.is_solo(result.output, history)
             done.append(name)
 
+        rig.executor.hold()
         for name in "ab":
             nursery.start_soon(decode, name)
-        await wait_all_tasks_blocked(0)
+        await wait_all_tasks_blocked()
         nursery.start_soon(decode, "c")
+        await wait_all_tasks_blocked()
+        assert (rig.statistics.waiting, done) == (1, [])
+        rig.executor.resume()
         await wait_all_tasks_blocked()
         assert sorted(done[:2]) == ["a", "b"]
         assert rig.statistics.evicted == 0
@@ -375,7 +379,7 @@ async def test_not_waiting_for_a_busy_one_says_would_block_and_changes_nothing()
         assert session.hot
 
 
-async def test_not_waiting_for_one_that_becomes_busy_says_would_block() -> None:
+async def test_not_waiting_and_becoming_busy_in_one_moment_one_of_them_is_refused() -> None:
     async with open_rig(FakeEngine(n_slots=1)) as rig:
         session = await rig.runtime.start_session(key("a"))
         rig.executor.hold()

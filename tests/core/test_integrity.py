@@ -37,21 +37,21 @@ def lose_bytes(runtime: Runtime, session: Session) -> None:
     runtime._ledger.borrowed_bytes += 1
 
 
-def bury_a_live_session(runtime: Runtime, session: Session) -> None:
+def list_a_session_twice(runtime: Runtime, session: Session) -> None:
     runtime._directory._live["another"] = session._entry
 
 
 @pytest.mark.parametrize(
-    "damage",
+    "damage, said",
     [
-        forget_a_tenancy,
-        let_a_cold_session_have_a_length,
-        lend_a_slot_for_too_little,
-        lose_bytes,
-        bury_a_live_session,
+        (forget_a_tenancy, "sessions hold set"),
+        (let_a_cold_session_have_a_length, "a cold session has a length"),
+        (lend_a_slot_for_too_little, "1 slots lent for 639 bytes"),
+        (lose_bytes, "claims hold 640 bytes, borrowed are 641"),
+        (list_a_session_twice, "an entry stands under another id"),
     ],
 )
-async def test_check_integrity_finds(damage: Callable[[Runtime, Session], None]) -> None:
+async def test_check_integrity_finds(damage: Callable[[Runtime, Session], None], said: str) -> None:
     async with open_runtime(FakeEngine(), executor=InlineExecutor()) as runtime:
         session = await runtime.start_session(key("a"))
         await session.prefill([1, 2])
@@ -60,7 +60,7 @@ async def test_check_integrity_finds(damage: Callable[[Runtime, Session], None])
         (claim,) = ledger.granted.values()
         tenancy, borrowed, nbytes = session._tenancy, ledger.borrowed_bytes, claim.nbytes
         damage(runtime, session)
-        with pytest.raises(AssertionError):
+        with pytest.raises(AssertionError, match=said):
             runtime.check_integrity()
         session._tenancy, ledger.borrowed_bytes, claim.nbytes = tenancy, borrowed, nbytes
         runtime._clearing.clear()

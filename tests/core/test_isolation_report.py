@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -197,7 +196,7 @@ async def test_its_slots_are_taken_away_meanwhile() -> None:
     async with open_rig() as rig, trio.open_nursery() as nursery:
 
         async def take() -> None:
-            for _ in range(random.Random(1).randint(20, 40)):
+            for _ in range(24):
                 await trio.lowlevel.checkpoint()
             await rig.runtime.release(next(iter(rig.runtime._directory.entries)).key)
 

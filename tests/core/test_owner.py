@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ from trio.testing import wait_all_tasks_blocked
 from hotkv_trio import Executor, OwnerThread
 from hotkv_trio._owner import call
 from hotkv_trio.testing import InlineExecutor
-from tests.core._rig import spawn
+from tests.core._rig import spawn, until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
@@ -112,11 +111,17 @@ async def test_a_native_call_that_does_not_return_is_waited_for_but_not_in_silen
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     executor = OwnerThread("hotkv-slow", grace=0.05)
-    with caplog.at_level(logging.WARNING, logger="hotkv_trio"):
-        async with serving(executor):
-            executor.submit(lambda: time.sleep(0.3), lambda _: None)
+    said = threading.Event()
+
+    async def let_it_return() -> None:
+        await until(lambda: "still runs a native call" in caplog.text)
+        said.set()
+
+    with caplog.at_level(logging.WARNING, logger="hotkv_trio"), trio.fail_after(10):
+        async with trio.open_nursery() as nursery, serving(executor):
+            nursery.start_soon(let_it_return)
+            executor.submit(lambda: said.wait(10), lambda _: None)
     assert "hotkv-slow" in caplog.text
-    assert "still runs a native call" in caplog.text
 
 
 def test_an_owner_thread_left_behind_by_the_run_ends_by_itself() -> None:

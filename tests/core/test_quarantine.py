@@ -70,15 +70,15 @@ async def test_retries_come_ever_more_seldom_but_never_stop(autojump_clock: Mock
         assert rig.statistics.quarantined_slots == 0
 
 
-async def test_a_waiter_that_needs_the_slot_has_it_tried_at_once_and_gets_it() -> None:
+async def test_a_waiter_that_needs_the_slot_has_it_tried_at_once_and_gets_it(autojump_clock: MockClock) -> None:
     async with open_rig(FakeEngine(n_slots=1)) as rig:
         await rig.runtime.start_session(key("a"))
         rig.engine.fail("clear", native_failure())
         await rig.runtime.release(key("a"))
         assert rig.statistics.quarantined_slots == 1
-        # No clock is moved: this does not wait for the retry's time.
-        with trio.fail_after(0.5):
-            session = await rig.runtime.start_session(key("b"))
+        asked = trio.current_time()
+        session = await rig.runtime.start_session(key("b"))
+        assert trio.current_time() == asked, "not at the retry's time"
         result = await session.prefill([1, 2])
         assert rig.is_solo(result.output, [1, 2])
 

@@ -178,23 +178,23 @@ def let_an_ungranted_claim_hold(ledger: Ledger) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage",
+    "damage, said",
     [
-        lose_a_slot,
-        lend_a_slot_twice,
-        lose_bytes,
-        forget_to_grant,
-        keep_a_granted_claim_waiting,
-        let_an_ungranted_claim_hold,
+        (lose_a_slot, r"slots are \[0, 1\]"),
+        (lend_a_slot_twice, r"slots are \[0, 0, 2\]"),
+        (lose_bytes, "claims hold 20 bytes, borrowed are 19"),
+        (forget_to_grant, "the head of the queue waits though it fits"),
+        (keep_a_granted_claim_waiting, "a granted claim waits"),
+        (let_an_ungranted_claim_hold, "an ungranted claim holds bytes"),
     ],
 )
-def test_check_integrity_finds(damage: Callable[[Ledger], None]) -> None:
+def test_check_integrity_finds(damage: Callable[[Ledger], None], said: str) -> None:
     ledger = Ledger(100, n_slots=3)
     slot_claim(ledger, "a")
     slot_claim(ledger, "b")
     ledger.check_integrity()
     damage(ledger)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=said):
         ledger.check_integrity()
 
 

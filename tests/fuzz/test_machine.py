@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-
 from hypothesis import HealthCheck, Phase, settings
 
 from hotkv_trio.testing.machine import RuntimeMachine
-
-logging.getLogger("hotkv_trio").addFilter(lambda record: "as told" not in record.getMessage())
 
 TestRuntimeMachine = RuntimeMachine.TestCase
 TestRuntimeMachine.settings = settings(

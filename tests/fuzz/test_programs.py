@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
@@ -12,9 +10,6 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hotkv_trio.testing import Program, run_program
 from hotkv_trio.testing import programs as p
 from hotkv_trio.testing.strategies import moving_programs, programs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 FUZZ = settings(
     deadline=None,
@@ -24,14 +19,6 @@ FUZZ = settings(
     phases=[Phase.explicit, Phase.generate, *([] if os.environ.get("HOTKV_FUZZ_NO_SHRINK") else [Phase.shrink])],
     suppress_health_check=list(HealthCheck),
 )
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    """Slots that are told not to be emptied are logged as errors, thousands of times."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 # A restart that fails leaves the session hot and empty: an append without a position must go on missing.

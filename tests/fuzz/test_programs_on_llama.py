@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hotkv_trio.testing import Program
-
-logging.getLogger("hotkv_trio.llama").setLevel(logging.ERROR)  # llama.cpp warns of what is wanted
 
 MODELS = {"attention": "llama", "sliding": "gemma3", "recurrent": "mamba", "hybrid": "jamba"}
 

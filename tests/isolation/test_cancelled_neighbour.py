@@ -104,16 +104,23 @@ async def test_cancelling_a_session_that_waits_for_a_slot(make_case: Callable[[s
                 outputs[number] = await perform(session, programs[number])
                 await waiter_left.wait()
 
+        async def wait(scope: trio.CancelScope) -> None:
+            with scope:
+                async with runtime.open_session(SessionKey("waiter", 0)):
+                    pytest.fail("there was no slot")
+
         waiter_left = trio.Event()
         async with trio.open_nursery() as nursery:
             for number in range(2):
                 nursery.start_soon(perform_one, number)
             while runtime.statistics().hot < 2:
                 await trio.lowlevel.checkpoint()
-            with trio.CancelScope() as scope:
-                scope.deadline = trio.current_time() + 0.005
-                async with runtime.open_session(SessionKey("waiter", 0)):
-                    await trio.sleep_forever()
+            scope = trio.CancelScope()
+            async with trio.open_nursery() as waiting:
+                waiting.start_soon(wait, scope)
+                while not runtime.statistics().waiting:
+                    await trio.lowlevel.checkpoint()
+                scope.cancel()
             assert scope.cancelled_caught
             assert runtime.statistics().opened == 3
             assert runtime.limiter.borrowed_bytes == 2 * runtime.info.slot_bytes

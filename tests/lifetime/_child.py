@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 SLOW = 0.4
 """Seconds."""
 A, B = SessionKey("a", 0), SessionKey("b", 0)
+AT_WORK = threading.Event()
+"""Native calls are made."""
 
 
 def say(what: str) -> None:
@@ -138,6 +140,7 @@ async def ready_after_a_call(runtime: Runtime) -> None:
     while not runtime.statistics().native_calls:  # noqa: ASYNC110 - the owner thread brings it about
         await trio.sleep(0.001)
     say("READY")
+    AT_WORK.set()
 
 
 async def never_returns() -> None:
@@ -224,7 +227,7 @@ def in_the_forked_process(runtime: Runtime, session: Session, kept: Session) -> 
 def abandoned() -> None:
     """The interpreter exits while another thread's trio has a runtime open, and a native call runs."""
     threading.Thread(target=trio.run, args=(llama_prefill,), daemon=True).start()
-    time.sleep(2)
+    AT_WORK.wait()
 
 
 def main() -> None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 Rows = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.int32]
 
+N_BATCH = 512
+
 
 LOG: list[str] = []
 """What llama.cpp logged."""
@@ -45,7 +47,6 @@ class Native:
         type_k: int = 1,
         type_v: int = 1,
         tap: str | None = None,
-        n_batch: int = 512,
     ) -> None:
         """Load the model; ``tap`` names the boundary tensor to read in place of logits."""
         # Each time: an engine that other tests opened meanwhile has routed the log to its own.
@@ -63,9 +64,9 @@ class Native:
         self._tapped: Rows | None = None
         params = lib.llama_context_default_params()
         params.n_ctx = n_ctx_seq * n_seq
-        params.n_batch = params.n_ubatch = n_batch
+        params.n_batch = params.n_ubatch = N_BATCH
         params.n_seq_max = n_seq
-        params.n_outputs_max = n_batch
+        params.n_outputs_max = N_BATCH
         params.n_threads = params.n_threads_batch = 1
         params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
         params.kv_unified = False

@@ -120,9 +120,9 @@ def test_a_part_in_the_place_of_another_is_refused(tmp_path: Path) -> None:
 def test_sixteen_gigabytes_take_no_time(tmp_path: Path) -> None:
     path = sparse_gguf(tmp_path / "huge.gguf", n_layer=20, n_embd=4096, n_ff=12288)
     assert path.stat().st_size > 16e9
-    began = time.perf_counter()
+    began = time.process_time()
     facts = read_model_facts(path)
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1
     assert sum(facts.layer_bytes) > 16e9
 
 

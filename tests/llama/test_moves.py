@@ -88,14 +88,22 @@ def test_memory_without_positions_of_its_own_is_never_moved(arch: str, tmp_path:
         engine.close()
 
 
-@pytest.mark.parametrize("source, target", [(0, 0), (0, 1), (0, 4), (-1, 2)])
-def test_a_move_that_makes_no_sense_changes_nothing(source: int, target: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "source, target, why",
+    [
+        (0, 0, "one is not clean, or not empty"),
+        (0, 1, "one is not clean, or not empty"),
+        (0, 4, "slot 4: there are slots 0 to 3"),
+        (-1, 2, "slot -1: there are slots 0 to 3"),
+    ],
+)
+def test_a_move_that_makes_no_sense_changes_nothing(source: int, target: int, why: str, tmp_path: Path) -> None:
     engine = LlamaEngine(build_tiny_gguf(tmp_path / "tiny.gguf", "llama"), n_slots=4, n_ctx=256, threads=1)
     try:
         engine.open()
         for slot in (0, 1):
             engine.process([Append(slot, 0, np.array([3, 4], np.int32), "none")])
-        with pytest.raises(InvalidInput):
+        with pytest.raises(InvalidInput, match=why):
             engine.move(source, target)
         assert [engine.length(slot) for slot in range(4)] == [2, 2, 0, 0]
     finally:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hotkv_trio.llama._tiny_gguf import Weights
+    from tests.llama._native import Rows
 
 LONGER = {"cohere2": 6, "gemma3": 6, "gpt-oss": 6, "granitehybrid": 6, "jamba": 6, "lfm2": 6, "smollm3": 9}
 """Layers, where four would not show all."""
@@ -48,11 +49,15 @@ Q8_0 = 8
 def test_shards_compute_what_the_uncut_model_does(tmp_path: Path, arch: str, weights: Weights, kv_type: int) -> None:
     source = build_tiny_gguf(tmp_path / "m.gguf", arch, weights=weights, n_layer=LONGER.get(arch, 4))
     with Shards(source, tmp_path, kv_type=kv_type) as shards:
-        expected = shards.run_uncut()
-        routes = list(shards.routes(2, 3))
-        assert {len(route) for route in routes} == {2, 3}
-        for route in routes:
-            assert same(shards.run(route), expected), route
+        check_routes(shards, shards.run_uncut())
+
+
+def check_routes(shards: Shards, expected: list[Rows]) -> None:
+    """Hold every route of two and of three shards to the uncut model's rows."""
+    routes = list(shards.routes(2, 3))
+    assert {len(route) for route in routes} == {2, 3}
+    for route in routes:
+        assert same(shards.run(route), expected), route
 
 
 def with_value(source: Path, out: Path, key: str, value: float) -> Path:
@@ -82,7 +87,7 @@ def test_what_the_file_states_holds_in_every_shard(tmp_path: Path, arch: str, ke
     with Shards(source, tmp_path) as shards, Shards(plain, tmp_path) as others:
         expected = shards.run_uncut()
         assert same(expected, others.run_uncut()) == (key == "llama.attention.sliding_window")
-        assert all(same(shards.run(route), expected) for route in shards.routes(2, 3))
+        check_routes(shards, expected)
 
 
 def test_a_tied_head_stays_with_the_last_shard(tmp_path: Path) -> None:
@@ -119,7 +124,7 @@ def test_rope_factors_go_into_every_shard(tmp_path: Path, arch: str, names: list
     with Shards(source, tmp_path) as shards, Shards(plain, tmp_path) as others:
         expected = shards.run_uncut()
         assert not same(expected, others.run_uncut())
-        assert all(same(shards.run(route), expected) for route in shards.routes(2, 3))
+        check_routes(shards, expected)
 
 
 def test_a_split_source_gives_the_same_shard(tmp_path: Path) -> None:
@@ -380,12 +385,16 @@ def test_two_processes_at_once_make_it_once(tmp_path: Path) -> None:
             write(shard, target, progress)
             print("made")
         _slice._write = counted
+        print("there", flush=True)
         while not os.path.exists(sys.argv[3]):
             pass
         print(_slice.cached_slice(sys.argv[1], (0, 2), sys.argv[2]))
     """
     command = [sys.executable, "-c", textwrap.dedent(racing), str(source), str(folder), str(tmp_path / "go")]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "there\n"
     (tmp_path / "go").touch()
     printed = [process.communicate(timeout=60)[0].split() for process in processes]
     assert sorted(map(len, printed)) == [1, 1, 1, 2]

@@ -46,11 +46,13 @@ def test_llama_cpp_loads_it_and_logits_tell_contexts_apart(tmp_path: Path, arch:
     with Native(path, n_seq=2) as model:
         rows = model.append((0, 0, tokens))
         moved = model.append((1, 0, other))
-        chosen = [int(rows[-1].argmax())]
+        last = rows
+        chosen = [int(last[-1].argmax())]
         while len(chosen) < 40:
-            rows = model.append((0, 23 + len(chosen), np.array(chosen[-1:], np.int32)))
-            chosen.append(int(rows[-1].argmax()))
+            last = model.append((0, 23 + len(chosen), np.array(chosen[-1:], np.int32)))
+            chosen.append(int(last[-1].argmax()))
     assert np.isfinite(rows).all()
+    assert np.isfinite(last).all()
     assert not np.array_equal(moved[-1], rows[-1])
     assert len(set(chosen)) >= 5
 

@@ -79,8 +79,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def graph(model: Any) -> Iterator[Callable[..., Graph]]:
     made: list[Graph] = []
 
-    def make(kind: Kind, *, name: str = "l_out-1", n_embd: int = N_EMBD, max_rows: int = 64) -> Graph:
-        made.append(Graph(model, make_tap(name, n_embd, max_rows, kind)))
+    def make(kind: Kind, *, name: str = "l_out-1", n_embd: int = N_EMBD) -> Graph:
+        made.append(Graph(model, make_tap(name, n_embd, 64, kind)))
         return made[-1]
 
     yield make

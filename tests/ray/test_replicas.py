@@ -134,14 +134,14 @@ def options() -> dict[str, Any]:
     return {"jitter": lambda: 0.0}
 
 
-async def test_sessions_balance_by_free_bytes(tmp_path: Path) -> None:
+async def test_sessions_balance_by_free_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with clusters(tmp_path) as cluster:
         replicas = [await cluster.start(), await cluster.start()]
         async with open_route([cluster], **options()) as route, trio.open_nursery() as nursery:
             await opened(route, 6, nursery)
             assert [replica.hot for replica in replicas] == [3, 3]
             replicas.append(await cluster.start())
-            await trio.sleep(1.1)  # for so long what was found holds
+            monkeypatch.setattr(_replicas, "_FRESH", 0.0)
             await opened(route, 3, nursery)
             assert [replica.hot for replica in replicas] == [3, 3, 3]
             nursery.cancel_scope.cancel()

@@ -7,24 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import trio
 from llama_cpp import llama_cpp
-from trio.testing import wait_all_tasks_blocked
 
 from hotkv_trio import Append, SessionKey, open_runtime
 from hotkv_trio.llama import LlamaEngine
 from hotkv_trio.testing import FakeEngine, InlineExecutor, build_tiny_gguf
-from tests.core._rig import hold_open, key, open_rig, spawn
+from tests.reports._both import tokens
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from hotkv_trio import Engine
     from hotkv_trio._engine import Rows
-
-
-def tokens(n: int, seed: int) -> list[int]:
-    return [int(token) for token in np.random.default_rng([seed, n]).integers(0, 512, n)]
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3"])
@@ -123,30 +117,3 @@ async def test_a_prefix_that_another_session_holds_is_not_cheaper(tmp_path: Path
         before = len(computed)
         await session.prefill(prompt)
         assert [*costs, computed[before:]] == [[16, 16, 16, 12]] * 4
-
-
-async def test_who_is_evicted_and_who_is_served() -> None:
-    """llama-server test_router: busy evicted, a waiter that left still costs, a wrong LRU order."""
-    async with open_rig(FakeEngine(n_slots=3)) as rig, trio.open_nursery() as nursery:
-        for name in ("oldest", "middle", "newest"):
-            await (await rig.runtime.start_session(key(name))).prefill([1, 2])
-        # Being used makes the oldest the newest; being busy keeps it from being evicted at all.
-        rig.executor.hold()
-        working = spawn(nursery, rig.runtime.get(key("oldest")).prefill, [3])
-        await wait_all_tasks_blocked()
-        leaves = trio.CancelScope()
-        waiters = [spawn(nursery, hold_open, rig.runtime, key(f"waiter {n}")) for n in range(2)]
-        gone = spawn(nursery, hold_open, rig.runtime, key("gone"), scope=leaves)
-        last = spawn(nursery, hold_open, rig.runtime, key("last"))
-        await wait_all_tasks_blocked()
-        leaves.cancel()
-        await wait_all_tasks_blocked()
-        assert gone.done
-        rig.executor.resume()
-        await wait_all_tasks_blocked()
-        assert working.value.length == 3
-        # In order of their coming: both waiters, then the last one, which took the place of the one used most lately.
-        assert [rig.runtime.get(key(name)).hot for name in ("waiter 0", "waiter 1", "last")] == [True] * 3
-        assert not any(waiter.done for waiter in (*waiters, last))
-        assert (rig.statistics.evicted, rig.statistics.waiting) == (3, 0)
-        nursery.cancel_scope.cancel()

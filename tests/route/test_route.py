@@ -193,17 +193,21 @@ async def test_a_killed_and_restarted_shard_costs_no_token(tmp_path: Any, replay
 
 async def test_a_shard_that_stays_away_for_a_while(tmp_path: Any) -> None:
     expected = await undisturbed([1, 2], 6)
-    async with open_rig(tmp_path) as rig, rig.route() as route, route.open_session() as session:
+    missed = 0
+
+    def jitter() -> float:
+        nonlocal missed
+        missed += 1
+        if missed == 3:
+            rig.nursery.start_soon(rig.shards[1].start)
+        return 0.0
+
+    async with open_rig(tmp_path) as rig, rig.route(jitter=jitter) as route, route.open_session() as session:
         got = await collect(session, [1, 2], 3)
         await rig.shards[1].kill()
-
-        async def restart() -> None:
-            await trio.sleep(0.2)
-            await rig.shards[1].start()
-
-        rig.nursery.start_soon(restart)
         got += await collect(session, [], 3)
         assert got == expected
+        assert missed >= 3
 
 
 async def test_a_shard_that_stays_away_for_good(tmp_path: Any) -> None:
@@ -248,8 +252,8 @@ async def test_many_sessions_while_shards_are_killed_at_random(tmp_path: Any) ->
     rng = random.Random(5)
     prompts = [[rng.randrange(WIDTH) for _ in range(rng.randrange(1, 9))] for _ in range(8)]
     expected = [await undisturbed(prompt, 20) for prompt in prompts]
-    engines = (partial(first_engine, n_slots=4), partial(second_engine, n_slots=6))
-    async with open_rig(tmp_path, *engines) as rig, rig.route() as route:
+    makers = (partial(first_engine, n_slots=4), partial(second_engine, n_slots=6))
+    async with open_rig(tmp_path, *makers) as rig, rig.route() as route:
         got: dict[int, list[int]] = {}
         done = trio.Event()
 
@@ -274,7 +278,9 @@ async def test_many_sessions_while_shards_are_killed_at_random(tmp_path: Any) ->
                     workers.start_soon(work, number)
             done.set()
         assert [got[number] for number in range(len(prompts))] == expected
-        assert max(len(group) for shard in rig.shards for engine in shard.engines for group in engine.calls) > 1
+        engines = [engine for shard in rig.shards for engine in shard.engines]
+        assert len(engines) > 2, "some were killed"
+        assert max(len(group) for engine in engines for group in engine.calls) > 1
 
 
 async def test_who_takes_over_an_id_fences_the_other_off_for_good(tmp_path: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import trio
 
@@ -18,6 +19,10 @@ from hotkv_trio.testing import FakeEngine
 from tests.serve._rig import ALICE, key
 
 SERVER, CLIENT = "10.77.0.1", "10.77.0.2"
+
+
+def namespace(process: int | str) -> Path:
+    return Path(f"/proc/{process}/ns/net").readlink()
 
 
 def ip(*arguments: str) -> None:
@@ -30,7 +35,8 @@ async def serve() -> None:
     client = await trio.lowlevel.open_process(command, stdin=subprocess.PIPE)
     assert client.stdin is not None
     try:
-        await trio.sleep(1)  # until it has left this namespace
+        while namespace(client.pid) == namespace("self"):  # noqa: ASYNC110 - until it has left ours
+            await trio.sleep(0.01)
         ip("link", "add", "here", "type", "veth", "peer", "name", "there", "netns", str(client.pid))
         ip("address", "add", f"{SERVER}/24", "dev", "here")
         ip("link", "set", "here", "up")

@@ -22,6 +22,7 @@ from hotkv_trio import (
     PositionMismatch,
     RecipeMismatch,
     SessionExists,
+    StaleEpoch,
     TruncateUnsupported,
 )
 from hotkv_trio.serve import ConnectionLost, LimitExceeded, ProtocolError, open_shard_client
@@ -29,6 +30,7 @@ from hotkv_trio.serve import _messages as m
 from hotkv_trio.serve._codec import ServerEnd, encode_frame
 from hotkv_trio.serve._tensors import Tensor
 from hotkv_trio.testing import FakeEngine
+from tests.core._rig import spawn
 from tests.serve._rig import key, open_rig
 
 if TYPE_CHECKING:
@@ -114,7 +116,7 @@ async def told(shard: Opener, does: Callable[[Opener], Awaitable[None]]) -> tupl
         (overfills, ContextFull),
         (truncates_too_far, InvalidInput),
         (opens_twice, SessionExists),
-        (opens_older, HotKVError),
+        (opens_older, StaleEpoch),
         (wants_another_recipe, RecipeMismatch),
         (bad_input([]), InvalidInput),
         (bad_input([99]), InvalidInput),
@@ -259,25 +261,23 @@ async def test_a_cancelled_call_leaves_the_length_and_the_connection(state: str)
 
 
 async def test_a_call_cancelled_too_late_returns_what_it_did() -> None:
+    """One chunk, and it runs: it cannot be cut short, and so it has happened."""
     async with open_rig() as rig, rig.connect() as client, client.open_session(key("a")) as session:
-        results = []
-        with trio.CancelScope() as scope:
-            rig.executor.hold()
-            async with trio.open_nursery() as nursery:
-
-                async def victim() -> None:
-                    results.append(await session.prefill([1, 2]))
-
-                nursery.start_soon(victim)
-                await settled()
-                # One chunk, and it runs: it cannot be cut short, and is cut back.
-                rig.executor.resume()
-                scope.cancel()
-        assert session.length == (2 if results else 0)
-        assert rig.is_solo((await session.prefill([1], at=session.length)).output, [*[1, 2][: session.length], 1])
+        scope = trio.CancelScope()
+        rig.executor.hold()
+        async with trio.open_nursery() as nursery:
+            running = spawn(nursery, session.prefill, [1, 2], scope=scope)
+            await settled()
+            scope.cancel()
+            await settled()
+            assert not running.done
+            rig.executor.resume()
+        assert running.value.length == session.length == 2
+        assert rig.is_solo(running.value.output, [1, 2])
+        assert rig.is_solo((await session.decode(3)).output, [1, 2, 3])
 
 
-async def test_a_cancelled_open_takes_nothing() -> None:
+async def test_a_cancelled_open_takes_nothing(autojump_clock: trio.testing.MockClock) -> None:
     async with (
         open_rig(FakeEngine(n_slots=1)) as rig,
         rig.connect() as client,
@@ -287,7 +287,7 @@ async def test_a_cancelled_open_takes_nothing() -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(session.prefill, [1])
             await settled()
-            with trio.move_on_after(0.01) as scope:
+            with trio.move_on_after(1) as scope:
                 await client.start_session(key("b"))
             assert scope.cancelled_caught
             rig.executor.resume()
@@ -396,7 +396,7 @@ async def test_an_open_that_was_given_up_is_released_when_it_is_answered(
             with trio.move_on_after(1):
                 await client.start_session(key("a"))
             request = await server.request()
-            await server.request()
+            assert await server.request() == m.Cancel(id=request.id)
             await server.reply(m.Opened(id=request.id, length=0))
             release = await server.request()
             assert isinstance(release, m.Release)
@@ -412,14 +412,18 @@ async def test_no_more_is_sent_than_the_server_takes() -> None:
                 nursery.start_soon(client.ping)  # noqa: ASYNC111
             await settled()
             first, second = await server.request(), await server.request()
-            await settled()
             assert server.end.unanswered == 2
-            assert len(server.stream.receive_stream._incoming._data) == 0
+            third = spawn(nursery, server.request)
+            await settled()
+            assert not third.done
             await server.reply(m.Pong(id=second.id))
-            third = await server.request()
+            await settled()
+            fourth = spawn(nursery, server.request)
+            await settled()
+            assert not fourth.done
             await server.reply(m.Pong(id=first.id))
-            fourth = await server.request()
-            for request in (third, fourth):
+            await settled()
+            for request in (third.value, fourth.value):
                 await server.reply(m.Pong(id=request.id))
             fifth = await server.request()
             await server.reply(m.Pong(id=fifth.id))

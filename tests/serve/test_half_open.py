@@ -15,6 +15,7 @@ import trio.testing
 
 from hotkv_trio.route import ShardAddress, _hop, open_route
 from hotkv_trio.serve import ConnectionLost, Limits, open_shard_client
+from hotkv_trio.testing import FakeEngine
 from tests.serve._rig import key, open_rig, until
 from tests.serve._swallowing_proxy import SwallowingProxy
 
@@ -123,23 +124,23 @@ def _without_pings(welcome: Any) -> Any:
 
 async def test_a_silent_peer_with_work_under_way_pings_and_stays(autojump_clock: trio.testing.MockClock) -> None:
     """Waiting for a slot for ever is no silence, whatever the limit."""
-    async with open_rig() as rig, rig.connect() as holder, trio.open_nursery() as nursery:
-        for n in range(rig.runtime.info.n_slots):
-            nursery.start_soon(_hold, holder, n)
+    async with (
+        open_rig(FakeEngine(n_slots=1), limits=Limits(silence_timeout=5.0)) as rig,
+        rig.connect() as holder,
+        rig.connect() as client,
+        trio.open_nursery() as nursery,
+    ):
+        session = await holder.start_session(key("holder"))
+        rig.executor.hold()
+        nursery.start_soon(session.prefill, [1])
         await trio.testing.wait_all_tasks_blocked()
-        async with rig.connect() as client:
-            with trio.move_on_after(1000):
-                await client.start_session(key("late"))
-            assert not client.lost
-            await client.ping()
-        nursery.cancel_scope.cancel()
-
-
-async def _hold(client: Any, n: int) -> None:
-    async with client.open_session(key(f"h{n}")) as session:
-        while True:  # never idle for long enough to be evicted
-            await session.prefill([1], at=0)
-            await trio.sleep_forever()
+        with trio.move_on_after(50) as scope:
+            await client.start_session(key("late"))
+        assert scope.cancelled_caught
+        assert not client.lost
+        assert not holder.lost
+        rig.executor.resume()
+        await client.ping()
 
 
 @pytest.mark.slow
@@ -158,21 +159,14 @@ def test_a_machine_that_loses_its_network() -> None:
     assert "bytes are back" in done.stdout
 
 
-def test_the_system_is_told_to_look_for_peers_that_are_gone() -> None:
+async def test_the_system_is_told_to_look_for_peers_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the system can: keep-alive for a silent connection, a user timeout for bytes that nobody acknowledges."""
-
-    async def main() -> None:
-        async with open_rig() as rig:
-            (where,) = await rig.nursery.start(rig.server.serve, "127.0.0.1:0")
-            tuned = []
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(trio.SocketStream, "setsockopt", lambda self, *args: tuned.append(args), raising=True)
-                async with _client(where) as client:
-                    await client.ping()
-            options = {args[1:] for args in tuned}
-            assert (trio.socket.SO_KEEPALIVE, 1) in options
-            if hasattr(trio.socket, "TCP_USER_TIMEOUT"):
-                assert (trio.socket.TCP_USER_TIMEOUT, 30_000) in options
-            rig.nursery.cancel_scope.cancel()
-
-    trio.run(main)
+    options: set[tuple[int, int, int]] = set()
+    monkeypatch.setattr(trio.SocketStream, "setsockopt", lambda _, *option: options.add(option))
+    async with open_rig() as rig:
+        (where,) = await rig.nursery.start(rig.server.serve, "127.0.0.1:0")
+        async with _client(where) as client:
+            await client.ping()
+    assert (trio.socket.SOL_SOCKET, trio.socket.SO_KEEPALIVE, 1) in options
+    if hasattr(trio.socket, "TCP_USER_TIMEOUT"):
+        assert (trio.socket.IPPROTO_TCP, trio.socket.TCP_USER_TIMEOUT, 30_000) in options

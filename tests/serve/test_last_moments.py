@@ -109,6 +109,7 @@ async def test_a_session_closed_behind_a_long_prefill_is_released_once_that_has_
         with trio.move_on_after(0.01):
             await session.prefill([3] * 12)
         await session.aclose()
+        assert rig.lent == 1
         rig.executor.resume()
         await until(lambda: rig.lent == 0)
 
@@ -144,7 +145,15 @@ async def test_a_route_session_whose_scope_was_left_misses_and_opens_nothing() -
         assert rig.lent == 0
 
 
-@pytest.mark.parametrize("wrong", [{"max_requests": 2.5}, {"max_frame": math.inf, "max_queued_bytes": math.inf}])
-def test_what_is_counted_is_limited_by_whole_numbers(wrong: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInput, match="must be an integer > 0"):
+@pytest.mark.parametrize(
+    "wrong, what",
+    [
+        ({"max_requests": 2.5}, "max_requests must be an integer > 0"),
+        ({"max_sessions": 0}, "max_sessions must be an integer > 0"),
+        ({"max_frame": math.inf, "max_queued_bytes": math.inf}, "max_frame must be an integer > 0"),
+        ({"max_queued_bytes": 5}, "max_queued_bytes must be at least max_frame"),
+    ],
+)
+def test_limits_that_make_no_sense_are_refused(wrong: dict[str, Any], what: str) -> None:
+    with pytest.raises(InvalidInput, match=what):
         Limits(**wrong)

@@ -166,7 +166,7 @@ async def test_a_listener_closed_twice_removes_nothing_the_second_time(tmp_path:
         assert path.is_socket()
 
 
-async def test_tls(tmp_path: Path) -> None:
+async def test_tls() -> None:
     async with serving("127.0.0.1:0", ssl_context=server_context()) as (rig, (where,)):
         await use(rig, where, ssl_context=client_context())
         with pytest.raises(ConnectionLost, match=r"(?i)certificate"):

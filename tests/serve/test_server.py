@@ -63,28 +63,29 @@ async def receive(stream: Any, end: ClientEnd) -> Frame[Any]:
 
 
 async def test_a_disconnect_in_the_middle_of_a_prefill_releases_within_the_step() -> None:
-    async with open_rig(runtime={"prefill_chunk": 4}) as rig, trio.open_nursery() as nursery:
-        dropped = trio.CancelScope()
-
-        async def victim() -> None:
-            with dropped:
-                async with rig.connect(cancel_patience=0.001) as client, client.open_session(key("a")) as session:
-                    await session.prefill(list(range(16)) * 3)
-
-        async with rig.connect() as client, client.open_session(key("n")) as neighbour:
-            await neighbour.prefill([1, 2, 3])
-            nursery.start_soon(victim)
-            await settled()
-            rig.executor.hold()
-            calls = len(rig.engine.calls)
-            dropped.cancel()
-            await settled()
-            rig.executor.resume()
-            await settled()
-            assert rig.lent == 1
-            assert len(rig.engine.calls) <= calls + 1
-            result = await neighbour.decode(4)
-            assert rig.is_solo(result.output, [1, 2, 3, 4])
+    async with (
+        open_rig(runtime={"prefill_chunk": 4}) as rig,
+        rig.connect() as client,
+        client.open_session(key("n")) as neighbour,
+    ):
+        await neighbour.prefill([1, 2, 3])
+        stream = rig.stream()
+        end = await greet(stream)
+        await stream.send_all(end.send(m.Open(id=1, session="a", epoch=0)))
+        await receive(stream, end)
+        rig.executor.hold()
+        calls = len(rig.engine.calls)
+        prefill = m.Prefill(id=2, session="a", epoch=0, tensor=Tensor("int32", (48,)))
+        await stream.send_all(end.send(prefill, bytes(4 * 48)))
+        await settled()
+        await trio.aclose_forcefully(stream)
+        await settled()
+        assert rig.lent == 2, "the native call is waited for"
+        rig.executor.resume()
+        await settled()
+        assert (rig.lent, len(rig.engine.calls)) == (1, calls + 1)
+        result = await neighbour.decode(4)
+        assert rig.is_solo(result.output, [1, 2, 3, 4])
 
 
 async def test_a_kept_session_outlives_its_connection_and_is_found_by_its_principal_only() -> None:
@@ -288,6 +289,16 @@ async def test_a_silent_peer_is_disconnected(autojump_clock: trio.testing.MockCl
         assert await silent.receive_some() == b""
 
 
+async def test_a_peer_that_leaves_before_its_hello_has_done_no_wrong(caplog: pytest.LogCaptureFixture) -> None:
+    async with open_rig() as rig:
+        stream = rig.stream()
+        await stream.send_eof()
+        assert await stream.receive_some() == b""
+        await settled()
+        assert (rig.server.statistics().connections, rig.server.statistics().dropped) == (0, 0)
+    assert caplog.records == []
+
+
 async def test_hostile_peers_cost_their_own_connection_only() -> None:
     rng = random.Random(7)
     async with open_rig() as rig, rig.connect() as client, client.open_session(key("n")) as neighbour:
@@ -361,25 +372,29 @@ async def test_another_version_is_refused_in_this_ones_words() -> None:
 
 async def test_limits_of_a_connection() -> None:
     limits = Limits(max_requests=3, max_sessions=2, max_connections=2, max_frame=2000, max_queued_bytes=2000)
-    async with open_rig(limits=limits) as rig, rig.connect() as client:
+    async with open_rig(FakeEngine(n_ctx_seq=1000), limits=limits) as rig, rig.connect() as client:
         stream = rig.stream()
         end = await greet(stream)
         for request in range(1, 5):
             await stream.send_all(end.send(m.Open(id=request, session=f"s{request}", epoch=0)))
         replies = [(await receive(stream, end)).message for _ in range(4)]
-        assert sum(isinstance(reply, m.Opened) for reply in replies) == 2
+        opened = [f"s{reply.id}" for reply in replies if isinstance(reply, m.Opened)]
+        refused = [(reply.what, reply.limit) for reply in replies if isinstance(reply, m.LimitExceededReply)]
+        assert (len(opened), refused) == (2, [("sessions of one connection", 2)] * 2)
         rig.executor.hold()
         raw = bytes(4 * 350)
-        opened = [f"s{reply.id}" for reply in replies if isinstance(reply, m.Opened)]
         for request, session in ((5, opened[0]), (6, opened[1])):
             tensor = Tensor("int32", (350,))
             await stream.send_all(end.send(m.Prefill(id=request, session=session, epoch=0, tensor=tensor), raw))
-        refused = {(await receive(stream, end)).message.id for _ in range(2)}
-        assert refused == {5, 6}  # one too long for its slot, one over the bytes that may wait
+        with trio.fail_after(5):
+            reply = (await receive(stream, end)).message
+        assert (reply.id, reply.limit) == (6, 2000)
+        assert "bytes of requests" in reply.what
         with pytest.raises(ConnectionLost):
             async with rig.connect():
                 pytest.fail("a third connection")
         rig.executor.resume()
+        assert (await receive(stream, end)).message.length == 350
         await client.ping()
 
 
@@ -399,6 +414,21 @@ async def test_too_many_requests_are_refused_not_gathered() -> None:
         rig.executor.resume()
         replies = [(await receive(stream, end)).message for _ in range(3)]
         assert [(reply.id, reply.position) for reply in replies] == [(2, 0), (3, 1), (4, 2)]
+
+
+@pytest.mark.parametrize("n_tokens", [0, 2])
+async def test_a_decode_of_other_than_one_token_is_refused_here_too(n_tokens: int) -> None:
+    async with open_rig() as rig:
+        stream = rig.stream()
+        end = await greet(stream)
+        await stream.send_all(end.send(m.Open(id=1, session="a", epoch=0)))
+        await receive(stream, end)
+        decode = m.Decode(id=2, session="a", epoch=0, tensor=Tensor("int32", (n_tokens,)))
+        await stream.send_all(end.send(decode, bytes(4 * n_tokens)))
+        reply = (await receive(stream, end)).message
+        assert isinstance(reply, m.InvalidInputReply)
+        assert f"one token, not {n_tokens}" in reply.what
+        assert rig.engine.calls == []
 
 
 async def test_rows_too_large_for_the_client_are_refused_before_anything_is_appended() -> None:
@@ -500,6 +530,14 @@ async def test_drain_lets_running_requests_finish_and_begins_nothing_new() -> No
         assert "draining" in repr(rig.server)
 
 
+async def test_who_drains_does_not_begin_to_listen() -> None:
+    async with open_rig() as rig:
+        await rig.server.drain()
+        with trio.fail_after(5):
+            await rig.server.serve("127.0.0.1:0")
+        assert not rig.server.ready
+
+
 async def test_drain_ends_what_does_not_end_in_time(autojump_clock: trio.testing.MockClock) -> None:
     async with open_rig(FakeEngine(n_slots=1)) as rig, rig.connect() as client, trio.open_nursery() as nursery:
         results: list[Any] = []
@@ -572,7 +610,3 @@ async def test_unknown_dtypes_are_refused_and_others_agreed() -> None:
             assert client.dtype == "float16"
         with pytest.raises(InvalidInput, match="dtypes"):
             ShardServer(rig.runtime, dtypes=["int8"])  # type: ignore[list-item]
-    with pytest.raises(InvalidInput, match="max_queued_bytes"):
-        Limits(max_queued_bytes=5)
-    with pytest.raises(InvalidInput, match="max_sessions"):
-        Limits(max_sessions=0)

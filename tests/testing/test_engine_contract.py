@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import numpy as np
 import pytest
 
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from hotkv_trio import Append, Engine
+    from hotkv_trio import Append, Engine, EngineInfo
     from hotkv_trio._engine import Rows
 
 
@@ -95,6 +97,14 @@ class SlotsDiffer(FakeEngine):
         return [rows + np.float32(append.slot) for append, rows in zip(group, super().process(group), strict=True)]
 
 
+class OpensDifferently(FakeEngine):
+    bases = itertools.count(1)
+
+    def open(self) -> EngineInfo:
+        info = super().open()
+        return attrs.evolve(info, recipe=attrs.evolve(info.recipe, rope_freq_base=float(next(self.bases))))
+
+
 @pytest.mark.parametrize(
     "make, found_by",
     [
@@ -103,6 +113,7 @@ class SlotsDiffer(FakeEngine):
         (ReusesItsBuffer, "test_rows_are_never_written_to_again"),
         (CutsTooLittle, "test_a_slot_cut_back_is_as_if_nothing_had_followed"),
         (SlotsDiffer, "test_every_slot_gives_the_same_bits"),
+        (OpensDifferently, "test_two_engines_give_the_same_bits"),
     ],
 )
 def test_a_broken_engine_is_found(make: Callable[[], Engine], found_by: str) -> None:

@@ -235,13 +235,13 @@ class EngineContract:
             assert bench.append(0, 1).shape == (1, bench.info.n_output)
 
     def test_two_engines_give_the_same_bits(self) -> None:
-        stories = []
+        stories, digests = [], set()
         for _ in range(2):
             with self.opened() as bench:
                 stories.append(bench.story(1))
-                recipe = bench.info.recipe
-                assert recipe.digest() == bench.info.recipe.digest()
+                digests.add(bench.info.recipe.digest())
         assert _same(*stories)
+        assert len(digests) == 1
 
 
 class _Bench:
