@@ -318,7 +318,7 @@ class ByHand:
         await self.reply(self.welcome)
 
 
-def by_hand(**changes: Any) -> tuple[Any, ByHand]:
+def by_hand(pair: Callable[[], Any] = trio.testing.memory_stream_pair, **changes: Any) -> tuple[Any, ByHand]:
     info = FakeEngine()._info
     welcome = m.Welcome(
         version=1,
@@ -330,7 +330,7 @@ def by_hand(**changes: Any) -> tuple[Any, ByHand]:
         silence_timeout=60.0,
         **{"max_frame": 5000, "recipe_digest": info.recipe.digest(), **changes},
     )
-    ours, theirs = trio.testing.memory_stream_pair()
+    ours, theirs = pair()
     return ours, ByHand(theirs, welcome)
 
 
@@ -430,6 +430,35 @@ async def test_no_more_is_sent_than_the_server_takes() -> None:
             session = await _get(client, server)
             with pytest.raises(LimitExceeded, match="one request"):
                 await session.prefill([1] * 3000)
+
+
+@pytest.mark.parametrize("why", ["the server takes no more", "the server reads nothing"])
+async def test_a_call_that_is_cancelled_before_it_is_sent_never_is(
+    why: str, autojump_clock: trio.testing.MockClock
+) -> None:
+    if why == "the server takes no more":
+        (stream, server), before = by_hand(), 2
+    else:
+        (stream, server), before = by_hand(trio.testing.lockstep_stream_pair), 1
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(server.greet)
+        async with open_shard_client(stream) as client:
+            for _ in range(before):
+                nursery.start_soon(client.ping)  # noqa: ASYNC111
+            await settled()
+            asked = trio.current_time()
+            with trio.move_on_after(1) as scope:
+                await client.statistics()
+            assert scope.cancelled_caught
+            assert trio.current_time() == asked + 1, "there is nothing to wait for"
+            for _ in range(before):
+                await server.reply(m.Pong(id=(await server.request()).id))
+            last = spawn(nursery, client.ping)
+            request = await server.request()
+            assert isinstance(request, m.Ping)
+            await server.reply(m.Pong(id=request.id))
+            await settled()
+            assert last.done
 
 
 @pytest.mark.parametrize(
