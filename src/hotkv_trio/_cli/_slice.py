@@ -40,7 +40,7 @@ def slice_(
         check_range(facts, owned)
     begun = time.monotonic()
     with (
-        advising("another folder for --out, or free space there"),
+        advising("another path for --out, or free space there"),
         bar(f"layers {owned[0]}:{owned[1]} of {file.name}") as progress,
     ):
         slice_gguf(file, owned, out, progress)

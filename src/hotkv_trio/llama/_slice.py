@@ -111,8 +111,14 @@ def slice_gguf(
     """
     target = Path(out)
     shard = _plan(read_gguf(source), layers)
-    if target.exists() and any(target.samefile(part) for part in shard.file.parts):
-        raise InvalidInput(f"{target} is the model itself: write the shard elsewhere")
+    with _told(target):
+        if target.is_dir():
+            raise InvalidInput(f"{target} is a directory: name the file in it that is to be written")
+        # A device or a pipe would be replaced, not written to.
+        if target.exists() and not target.is_file():
+            raise InvalidInput(f"{target} is not a regular file: write the shard elsewhere")
+        if target.exists() and any(target.samefile(part) for part in shard.file.parts):
+            raise InvalidInput(f"{target} is the model itself: write the shard elsewhere")
     _write(shard, target, progress)
     return target
 
