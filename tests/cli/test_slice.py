@@ -117,7 +117,7 @@ def test_without_enough_free_space_nothing_is_written(
     full = os.statvfs_result((4096, 4096, 9, 0, 0, 9, 9, 9, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda _: full)
     called = shell("slice", model, "--layers", "0:2", "--out", out)
-    assert called.is_refusal("and 0 are free", "free space there"), called
+    assert called.is_refusal("and 0 B are free", "free space there"), called
     assert out.read_bytes() == b"as before"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.gguf", "s.gguf"]
 

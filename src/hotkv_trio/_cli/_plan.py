@@ -15,7 +15,8 @@ from hotkv_trio._cli._arguments import (  # ruff: ignore[typing-only-first-party
     TypeK,
     TypeV,
 )
-from hotkv_trio._cli._output import columns_table, print_json, rounded_size, size_cell
+from hotkv_trio._cli._output import columns_table, print_json, size_cell
+from hotkv_trio._sizes import rounded_size
 
 if TYPE_CHECKING:
     from hotkv_trio.llama._planning import ShardPlan
@@ -34,7 +35,7 @@ def plan(
     type_v: TypeV = "f16",
     json_: AsJson = False,
 ) -> None:
-    """Cut a model into shards: evenly, or so that the most sessions fit into the memory that is given.
+    """Cut a model into shards: evenly by bytes of weights, or so that the most sessions fit into the --memory given.
 
     The figures are of weights and KV. llama.cpp's compute buffers, up to some hundred MiB a shard, come on top.
     """

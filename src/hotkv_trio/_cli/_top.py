@@ -14,8 +14,9 @@ from rich.live import Live
 from rich.text import Text
 
 from hotkv_trio._cli._advice import WHO_MAY, advising
-from hotkv_trio._cli._output import columns_table, plain, rounded_size
+from hotkv_trio._cli._output import columns_table, plain
 from hotkv_trio._cli._tls import client_context
+from hotkv_trio._sizes import rounded_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
