@@ -110,12 +110,29 @@ def test_a_bad_question_is_refused(shell: Shell, tmp_path: Path, options: list[s
     assert shell("inspect", model, *options).is_refusal(what, "hotkv-trio inspect")
 
 
-@pytest.mark.parametrize("arguments", [["inspect"], ["inspect", "m.gguf", "--colour", "red"], ["inspekt", "m.gguf"]])
-def test_wrong_usage_says_where_help_is(shell: Shell, arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments, next_",
+    [
+        (["inspect"], "hotkv-trio inspect --help"),
+        (["inspect", "m.gguf", "--colour", "red"], "hotkv-trio inspect --help"),
+        (["inspekt", "m.gguf"], "hotkv-trio --help"),
+        (["doctor", "m.gguf"], "write the name of its option before it, as --model FILE; hotkv-trio doctor --help"),
+        (["inspect", ""], "hotkv-trio inspect --help"),
+        (["cluster", "up"], "hotkv-trio cluster up --help"),
+    ],
+)
+def test_wrong_usage_says_where_help_is(shell: Shell, arguments: list[str], next_: str) -> None:
     called = shell(*arguments)
     assert called.status == 2
     assert not called.out
-    assert "hotkv-trio --help" in called.err
+    assert called.err.splitlines()[-1] == f"Next: {next_} says what there is."
+
+
+@pytest.mark.parametrize("command", [["inspect"], *([name, "--model"] for name in ("doctor", "demo", "bench"))])
+def test_an_empty_path_is_not_the_folder_where_one_is(shell: Shell, command: list[str]) -> None:
+    called = shell(*command, "")
+    assert called.status == 2
+    assert "the path is empty" in called.err
 
 
 def test_numbers_are_drawn_together() -> None:

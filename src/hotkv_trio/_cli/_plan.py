@@ -9,7 +9,8 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from hotkv_trio._cli._advice import A_WHOLE_MODEL, advising
-from hotkv_trio._cli._arguments import (  # ruff: ignore[typing-only-first-party-import]
+from hotkv_trio._cli._arguments import (
+    SOME,
     AsJson,
     ModelFile,
     TypeK,
@@ -26,11 +27,11 @@ def plan(
     file: ModelFile,
     /,
     *,
-    shards: Annotated[int, Parameter(help="How many.")],
+    shards: Annotated[int, Parameter(validator=SOME, help="How many.")],
     memory: Annotated[
         str, Parameter(help="Bytes that each shard may use, in order, as 8GiB,16GiB; a single one is for all.")
     ] = "",
-    context: Annotated[int, Parameter(help="Tokens of one session.")] = 4096,
+    context: Annotated[int, Parameter(validator=SOME, help="Tokens of one session.")] = 4096,
     type_k: TypeK = "f16",
     type_v: TypeV = "f16",
     json_: AsJson = False,
