@@ -25,7 +25,8 @@ settings.load_profile("default-tests")
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Generator[None]:
-    """Keep shards and digests of tests, and of the processes that they start, out of the user's cache directory."""
+    """Keep what tests, and the processes that they start, make out of the user's own directories."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patched.setenv("MPLCONFIGDIR", str(tmp_path_factory.mktemp("matplotlib")))
         yield
