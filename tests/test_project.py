@@ -17,6 +17,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from hotkv_trio.llama._cache import user_cache_dir
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -164,3 +166,7 @@ def test_wheel_holds_the_package_and_the_native_library(tmp_path: Path) -> None:
     assert "hotkv_trio/py.typed" in names
     assert any(name.startswith("hotkv_trio/llama/_native/libhotkv_tap.") for name in names)
     assert {name.split("/")[0] for name in names} == {"hotkv_trio", f"hotkv_trio-{PROJECT['version']}.dist-info"}
+
+
+def test_the_users_cache_is_left_alone(tmp_path_factory: pytest.TempPathFactory) -> None:
+    assert user_cache_dir().is_relative_to(tmp_path_factory.getbasetemp())

@@ -126,8 +126,8 @@ def _check_tokens(info: EngineInfo, data: Any) -> Tokens:
         tokens = np.empty(0, dtype=object)
     if tokens.ndim != 1 or len(tokens) == 0 or tokens.dtype.kind not in "iu":
         raise InvalidInput(
-            f"tokens must be a non-empty flat sequence of integers, not {_name(data)};"
-            " hidden states must be a numpy array of float32"
+            "tokens must be a non-empty flat sequence of integers, such as tokenize makes of text, not"
+            f" {_name(data)}; hidden states must be a numpy array of float32"
         )
     # Compared as they are: cast first, an out of range token could wrap into range.
     low, high = int(tokens.min()), int(tokens.max())

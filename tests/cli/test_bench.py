@@ -81,6 +81,7 @@ def test_tables_and_plots(shell: Shell, tmp_path: Path) -> None:
         "ragged: some of the hot sessions active",
     ]
     assert "prefill: A prompt" in called.out
+    assert "asked" not in called.out
     assert "ragged: 2 of 4 hot sessions active" in called.out
     assert max(map(len, called.out.splitlines())) <= 80
     (plot,) = (tmp_path / "new" / "plots").iterdir()
@@ -115,6 +116,25 @@ def test_model_of_ones_own(shell: Shell, tmp_path: Path) -> None:
     called = shell("bench", "--suite", "prefill", "--quick", "--json", "--model", path, "--threads", 2)
     assert called.status == 0, called
     assert (called.document["on"]["model"], called.document["on"]["threads"]) == ("own.gguf", 2)
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_only_a_whole_run_of_a_model_is_held_against_the_targets(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: bool
+) -> None:
+    short = Findings(suite="core", title="t", caption="c", rows=[{"a": 1}], bars=[Bar.at_most("x", 1.3, 1.2)])
+
+    async def measure(_: object) -> Findings:
+        await trio.lowlevel.checkpoint()
+        return short
+
+    monkeypatch.setattr("hotkv_trio._cli.bench._command._suites", lambda: {"core": measure})
+    path = build_tiny_gguf(tmp_path / "own.gguf", n_layer=1, n_vocab=64)
+    called = shell("bench", "--model", path, *(["--quick"] if quick else []))
+    assert called.status == 0
+    assert ("What is asked of SmolLM2-135M" in called.out) is ("NO" in called.out.split()) is not quick
+    document = shell("bench", "--model", path, "--json", *(["--quick"] if quick else [])).document
+    assert document["suites"][0]["bars"][0]["met"] is False
 
 
 def test_wrong_arguments(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +191,7 @@ def test_bars() -> None:
     findings = Findings(suite="s", title="t", caption="c", rows=[{"a": 1}], bars=[Bar.at_most("x", 1.3, 1.2)])
     console = Console(width=80)
     with console.capture() as captured:
-        show_all([findings], console)
+        show_all([findings], console, with_bars=True)
     assert "NO" in captured.get().split()
 
 

@@ -360,4 +360,4 @@ def test_wrong_usage(shell: Shell, arguments: Sequence[str]) -> None:
     called = shell("demo", *arguments)
     assert (called.status, called.out) == (2, "")
     assert arguments[-1].lstrip("-") in called.err or arguments[0] in called.err
-    assert called.err.rstrip().endswith("Next: hotkv-trio --help, or hotkv-trio COMMAND --help.")
+    assert called.err.rstrip().endswith("hotkv-trio demo --help says what there is.")

@@ -12,6 +12,7 @@ import pytest
 
 from hotkv_trio import Runtime
 from hotkv_trio.llama import _ffi, _installation, _tap
+from hotkv_trio.llama._architectures import ARCHITECTURES
 from hotkv_trio.llama._tiny_gguf import build_tiny_gguf
 from tests.cli._shell import UNUSABLE, unusable
 
@@ -42,6 +43,9 @@ def test_says_what_is_installed(shell: Shell) -> None:
     assert called.fact("llama.cpp").startswith(f"{_ffi.commit()}; pinned: {_ffi.PINNED_COMMIT[:9]}")
     assert called.fact("threads").split()[0].isdigit()
     assert called.fact("used of it")
+    assert called.fact("may be cut") == "models of " + ", ".join(sorted(ARCHITECTURES))
+    assert called.out.splitlines()[-1].startswith("verdict ")
+    assert called.fact("verdict").startswith("as it was proven: the pinned llama.cpp;")
 
 
 def test_says_which_tap_runs_and_where_it_lies(shell: Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -72,6 +76,7 @@ def test_another_llama_cpp_than_the_pinned_one_is_said(
     assert called.status == 1
     assert f"Next: pip install llama-cpp-python=={_installation.PINNED_VERSION}" in called.out
     assert called.out.count("the same: NO") == 1
+    assert called.fact("verdict") == "NOT as it was proven: another llama.cpp than the pinned one"
     assert shell("doctor", "--json").document["as_proven"] is False
 
 
@@ -87,7 +92,13 @@ def test_opens_a_model(shell: Shell, tmp_path: Path) -> None:
     assert called.fact("poison").startswith("values that are not finite, or huge, harm neither")
     assert called.fact("layout unified").startswith("refused: m.gguf has a sliding window")
     assert called.fact("layout unified").endswith("layout='streams' serves it")
-    assert called.err.count("proving isolation") == 1
+    assert [line.partition(":")[0] for line in called.err.splitlines()] == [
+        "opening the model",
+        "layout streams",
+        "layout unified",
+    ]
+    assert called.out.splitlines()[-1].startswith("verdict ")
+    assert called.fact("verdict").startswith("as it was proven: the pinned llama.cpp, and sessions")
 
 
 def test_says_for_both_layouts_what_holds(shell: Shell, tmp_path: Path) -> None:
@@ -116,11 +127,12 @@ def test_a_model_that_is_not_isolated_is_said(shell: Shell, monkeypatch: pytest.
     assert "is NOT as a fresh one" in streams
     assert "is NOT as a fresh one" not in unified
     assert "Next: pip install" not in called.out
+    assert called.fact("verdict") == "NOT as it was proven: sessions of this model are not isolated here"
 
 
 def test_json_is_one_document(shell: Shell, tmp_path: Path) -> None:
     document = shell("doctor", "--json").document
-    assert set(document) == {*attrs.asdict(_installation.read_installation()), "as_proven"}
+    assert set(document) == {*attrs.asdict(_installation.read_installation()), "as_proven", "may_be_cut"}
     with_model = shell("doctor", "--json", "--model", build_tiny_gguf(tmp_path / "m.gguf")).document
     assert with_model["model"]["recipe"]["architecture"] == "llama"
     assert with_model["isolation"]["isolated"] is True

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import attrs
 import pytest
 
-from hotkv_trio._cli._output import rounded_size, size, spans
+from hotkv_trio._cli._output import spans
+from hotkv_trio._sizes import rounded_size, size
+from hotkv_trio.llama._architectures import ARCHITECTURES
 from hotkv_trio.llama._gguf import MetaValue, encode_header, read_gguf
 from hotkv_trio.llama._planning import inspect_model
 from hotkv_trio.llama._tiny_gguf import build_tiny_gguf
@@ -53,7 +55,22 @@ def test_says_why_a_model_cannot_be_cut(shell: Shell, tmp_path: Path) -> None:
     called = shell("inspect", tiny_shard(tmp_path))
     assert called.status == 0
     assert shell("inspect", tmp_path / "shard.gguf", "--layers", "0:2").out == called.out
-    assert called.fact("may be cut at layer") == "shard.gguf is a shard (layers 1:3): give the whole model"
+    assert called.fact("may be cut at layer") == "nowhere: it is a shard (layers 1:3)"
+
+
+def test_says_why_an_architecture_cannot_be_cut(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_tiny_gguf(tmp_path / "m.gguf")
+    monkeypatch.delitem(cast("dict[str, object]", ARCHITECTURES), "llama")
+    why = "architecture 'llama': no test has shown its shards to be exact"
+    assert shell("inspect", model).fact("may be cut at layer") == f"nowhere: {why}"
+    refused = shell("slice", model, "--layers", "0:2", "--out", tmp_path / "s.gguf")
+    assert refused.is_refusal(f"{why}.  Serve all its layers together, or a model of one of: ", "hotkv-trio inspect")
+    assert "None" not in refused.err
+
+
+def test_says_that_a_single_layer_cannot_be_cut(shell: Shell, tmp_path: Path) -> None:
+    called = shell("inspect", build_tiny_gguf(tmp_path / "m.gguf", n_layer=1))
+    assert called.fact("may be cut at layer") == "nowhere: a single layer"
 
 
 def test_json_is_the_whole_report(shell: Shell, tmp_path: Path) -> None:
@@ -93,12 +110,29 @@ def test_a_bad_question_is_refused(shell: Shell, tmp_path: Path, options: list[s
     assert shell("inspect", model, *options).is_refusal(what, "hotkv-trio inspect")
 
 
-@pytest.mark.parametrize("arguments", [["inspect"], ["inspect", "m.gguf", "--colour", "red"], ["inspekt", "m.gguf"]])
-def test_wrong_usage_says_where_help_is(shell: Shell, arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments, next_",
+    [
+        (["inspect"], "hotkv-trio inspect --help"),
+        (["inspect", "m.gguf", "--colour", "red"], "hotkv-trio inspect --help"),
+        (["inspekt", "m.gguf"], "hotkv-trio --help"),
+        (["doctor", "m.gguf"], "write the name of its option before it, as --model FILE; hotkv-trio doctor --help"),
+        (["inspect", ""], "hotkv-trio inspect --help"),
+        (["cluster", "up"], "hotkv-trio cluster up --help"),
+    ],
+)
+def test_wrong_usage_says_where_help_is(shell: Shell, arguments: list[str], next_: str) -> None:
     called = shell(*arguments)
     assert called.status == 2
     assert not called.out
-    assert "hotkv-trio --help" in called.err
+    assert called.err.splitlines()[-1] == f"Next: {next_} says what there is."
+
+
+@pytest.mark.parametrize("command", [["inspect"], *([name, "--model"] for name in ("doctor", "demo", "bench"))])
+def test_an_empty_path_is_not_the_folder_where_one_is(shell: Shell, command: list[str]) -> None:
+    called = shell(*command, "")
+    assert called.status == 2
+    assert "the path is empty" in called.err
 
 
 def test_numbers_are_drawn_together() -> None:

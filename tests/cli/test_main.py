@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hotkv_trio._cli import main
+from hotkv_trio.llama._tiny_gguf import build_tiny_gguf
 from tests.cli._shell import unusable
 
 if TYPE_CHECKING:
@@ -52,7 +53,10 @@ def test_unknown_command(shell: Shell) -> None:
     "option",
     [
         *(["serve", "m.gguf", "--listen", "unix:s", *option] for option in (["--grace", "-1"], ["--idle-ttl", "0"])),
-        *(["serve", "m.gguf", "--listen", "unix:s", *option] for option in (["--silence", "0"], ["--budget", "-5"])),
+        *(["serve", "m.gguf", "--listen", "unix:s", *option] for option in (["--silence", "0"], ["--budget", "0"])),
+        ["recipe", "m.gguf", "--context", "-1"],
+        ["plan", "m.gguf", "--shards", "0"],
+        ["plan", "m.gguf", "--shards", "2", "--context", "0"],
         *(["top", "--connect", "unix:s", *option] for option in (["--interval", "-1"], ["--looks", "0"])),
     ],
     ids=lambda arguments: " ".join((arguments[0], *arguments[-2:])),
@@ -62,6 +66,15 @@ def test_a_number_that_makes_no_sense_is_refused_before_anything_is_done(shell: 
     assert called.status == 2
     assert f"for {option[-2]}. Must be >" in called.err
     assert "Next: hotkv-trio" in called.err
+
+
+def test_bytes_are_written_as_elsewhere(shell: Shell, tmp_path: Path) -> None:
+    model = build_tiny_gguf(tmp_path / "m.gguf")
+    serving = ("serve", model, "--listen", f"unix:{tmp_path / 's'}", "--context", 256)
+    assert shell(*serving, "--budget", "1.5KiB").is_refusal("--budget 1536: one session", "--budget ")
+    unknown = shell(*serving, "--budget", "plenty")
+    assert unknown.status == 2
+    assert "Invalid value for --budget: 'plenty' is no size in bytes" in unknown.err
 
 
 @pytest.mark.parametrize("kind", ["absent", "foreign", "cut header", "cut weights"])

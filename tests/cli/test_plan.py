@@ -72,7 +72,6 @@ def test_json_is_the_whole_plan(shell: Shell, tmp_path: Path) -> None:
     "options, what",
     [
         (["--shards", 9], "can be cut into 6 shards at most"),
-        (["--shards", 0], "at least 1 shard"),
         (["--shards", 2, "--memory", "1GiB,1GiB,1GiB"], "one size for all shards or one for each"),
         (["--shards", 2, "--memory", "plenty"], "'plenty' is no size in bytes: write 8GiB"),
         (["--shards", 2, "--memory", "10KiB"], "give it more, cut into more shards, or shorten the context"),

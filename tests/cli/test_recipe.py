@@ -71,7 +71,6 @@ def test_a_shard_file_is_refused_as_a_model(shell: Shell, tmp_path: Path) -> Non
         (["--layers", "0:9"], "not a range of m.gguf", "hotkv-trio inspect"),
         (["--layers", "x"], "no range of layers", "hotkv-trio inspect"),
         (["--type-k", "q6_k"], "type_k='q6_k': KV is stored as f32, f16", "types such as f16 or q8_0"),
-        (["--context", "0"], "n_ctx", "a smaller --context"),
     ],
 )
 def test_what_cannot_be_is_refused(shell: Shell, tmp_path: Path, options: list[str], what: str, advice: str) -> None:

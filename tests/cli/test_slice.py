@@ -88,7 +88,23 @@ def test_a_shard_is_not_cut_again(shell: Shell, tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_is_refused(shell: Shell, tmp_path: Path) -> None:
     model = build_tiny_gguf(tmp_path / "m.gguf")
     called = shell("slice", model, "--layers", "0:2", "--out", tmp_path / "absent" / "s.gguf")
-    assert called.is_refusal("No such file or directory", "another folder for --out")
+    assert called.is_refusal("No such file or directory", "another path for --out")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link to a pipe", "directory"])
+def test_only_a_regular_file_is_replaced(shell: Shell, tmp_path: Path, kind: str) -> None:
+    model, out = build_tiny_gguf(tmp_path / "m.gguf"), tmp_path / "out"
+    if kind == "directory":
+        out.mkdir()
+    else:
+        os.mkfifo(tmp_path / "pipe")
+        (tmp_path / "pipe").rename(out) if kind == "pipe" else out.symlink_to("pipe")
+    before = out.lstat()
+    called = shell("slice", model, "--layers", "0:2", "--out", out)
+    what = "is a directory: name the file" if kind == "directory" else "is not a regular file"
+    assert called.is_refusal(f"{out} {what}", "another path for --out"), called
+    assert "free" not in called.err.partition("\n")[0]
+    assert (out.lstat().st_ino, out.lstat().st_mode) == (before.st_ino, before.st_mode)
 
 
 def test_without_enough_free_space_nothing_is_written(
@@ -99,7 +115,7 @@ def test_without_enough_free_space_nothing_is_written(
     full = os.statvfs_result((4096, 4096, 9, 0, 0, 9, 9, 9, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda _: full)
     called = shell("slice", model, "--layers", "0:2", "--out", out)
-    assert called.is_refusal("and 0 are free", "free space there"), called
+    assert called.is_refusal("and 0 B are free", "free space there"), called
     assert out.read_bytes() == b"as before"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.gguf", "s.gguf"]
 

@@ -205,3 +205,8 @@ async def test_hidden_states_on_a_later_shard() -> None:
         with pytest.raises(InvalidInput):
             await session.decode(np.full(3, np.nan, np.float32))
         assert session.length == 5
+
+
+def test_text_is_refused_with_what_makes_tokens_of_it() -> None:
+    with pytest.raises(InvalidInput, match=r"such as tokenize makes of text, not str 'hello';"):
+        check_append(TOKENS, "hello")

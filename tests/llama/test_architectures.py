@@ -15,6 +15,7 @@ from hotkv_trio.llama._architectures import (
     architecture_of,
     check_range,
     embedding_factor,
+    uncut_reason,
     valid_cuts,
 )
 from hotkv_trio.llama._facts import read_model_facts
@@ -95,9 +96,10 @@ def test_an_unsupported_one_is_refused_by_name_with_a_way_out(tmp_path: Path, ar
     with pytest.raises(InvalidInput) as refusal:
         valid_cuts(facts)
     why = REFUSED.get(arch, "no test has shown its shards to be exact")
-    assert f"architecture {arch!r}: {why}.  Serve all its layers together (layers=None), or one of: " in (
+    assert f"architecture {arch!r}: {why}.  Serve all its layers together, or a model of one of: " in (
         refusal.value.what
     )
+    assert uncut_reason(facts) == f"architecture {arch!r}: {why}"
 
 
 def test_models_of_a_supported_one_may_still_be_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from hotkv_trio._errors import InvalidInput
+from hotkv_trio._sizes import size
 from hotkv_trio.llama._architectures import ARCHITECTURES
 from hotkv_trio.llama._facts import read_model_facts
 from hotkv_trio.llama._gguf import MetaValue, encode_header, padded, read_gguf, tensor_chunks
@@ -201,9 +202,9 @@ def test_an_interrupted_one_leaves_what_was_there(tmp_path: Path, error: type[Ba
 
 def test_too_little_space_is_said_before_a_byte_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = build_tiny_gguf(tmp_path / "m.gguf")
-    size = slice_gguf(source, (0, 2), tmp_path / "s.gguf").stat().st_size
+    needed = size(slice_gguf(source, (0, 2), tmp_path / "s.gguf").stat().st_size)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 12345, 12345))
-    with pytest.raises(InvalidInput, match=f"the shard takes {size} bytes, and 12345 are free"):
+    with pytest.raises(InvalidInput, match=re.escape(f"the shard takes {needed}, and 12,345 B (12.1 KiB) are free")):
         slice_gguf(source, (0, 2), tmp_path / "t.gguf")
     assert not (tmp_path / "t.gguf").exists()
 
@@ -231,7 +232,7 @@ def test_a_disk_that_fills_up_meanwhile_ends_in_a_clear_error(tmp_path: Path) ->
     cached_slice(source, (2, 4), tmp_path / "c")
     done = child(SLICE, source, tmp_path / "c", limits=(resource.RLIMIT_FSIZE, 400_000))
     assert done.returncode == 1
-    assert re.search(r"File too large \(the shard takes 9\d+ bytes, and \d+ were free\)", done.stderr)
+    assert re.search(r"File too large \(the shard takes 9[\d,]+ B \([\d.]+ KiB\), and .* were free\)", done.stderr)
     assert leftovers(tmp_path / "c") == []
     assert len(list((tmp_path / "c").glob("*.gguf"))) == 1
 

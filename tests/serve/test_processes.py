@@ -113,7 +113,14 @@ async def test_the_commands(model: Path) -> None:
         assert shown.returncode == 0, shown.stderr
         assert b"0/4" in shown.stdout
         narrow = await call("top", "--connect", *sockets, "--looks", "1", COLUMNS="80")
-        assert all(word in narrow.stdout for word in (b" shard ", b" refused\n", b"0:2", b"2:4"))
+        lines = narrow.stdout.decode().splitlines(keepends=True)
+        assert narrow.stdout.decode().replace("\n", "").startswith(f"shard 0: {sockets[0]}shard 1: {sockets[1]}")
+        header = ["shard", "layers", "hot", "waiting", "KV", "tokens/s", "evicted", "expired", "refused"]
+        assert header in map(str.split, lines)
+        assert [line.split()[:2] for line in lines if "/4" in line] == [["0", "0:2"], ["1", "2:4"]]
+        assert lines[-1] == "no sessions of clients without a token\n"
+        looks = await call("top", "--connect", *sockets, "--looks", "2", "--interval", "0.01")
+        assert looks.stdout.count(b"tokens/s") == 2
         wrong = await call("generate", "--route", *reversed(sockets), *prompt)
         assert wrong.returncode == 2
         assert b"a route begins with" in wrong.stderr

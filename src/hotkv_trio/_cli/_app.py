@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cyclopts import App, CycloptsError
+from cyclopts.exceptions import UnusedCliTokensError
 from rich.console import Console
 
 from hotkv_trio._cli._advice import noted_advice
@@ -62,9 +63,12 @@ def run(arguments: Sequence[str]) -> int:
     errors = Console(stderr=True)
     try:
         status = app(arguments, error_console=errors, exit_on_error=False, result_action="return_value")
-    except CycloptsError:
+    except CycloptsError as error:
         # It has been printed, with what would be right.
-        errors.print("Next: hotkv-trio --help, or hotkv-trio COMMAND --help.", highlight=False)
+        advice = " ".join(("hotkv-trio", *(error.command_chain or ()), "--help says what there is."))
+        if isinstance(error, UnusedCliTokensError):
+            advice = f"write the name of its option before it, as --model FILE; {advice}"
+        errors.print(f"Next: {advice}", markup=False, highlight=False, soft_wrap=True)
         return NOT_DONE
     except (HotKVError, OSError) as error:
         return _complain(errors, error)

@@ -4,19 +4,50 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
-from cyclopts import Parameter
+from cyclopts import Parameter, validators
 
 from hotkv_trio._errors import InvalidInput
 
-ModelFile: TypeAlias = Annotated[Path, Parameter(name="FILE", help="A GGUF file; of a split one, any part.")]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cyclopts import Token
+
+
+def _bytes(_: object, tokens: Sequence[Token]) -> int:
+    # Not at the top: llama.cpp takes longer to load than a command without a model does.
+    from hotkv_trio.llama._planning import parse_bytes
+
+    try:
+        return parse_bytes(tokens[0].value)
+    except InvalidInput as refusal:
+        raise ValueError(refusal.what) from None
+
+
+def to_path(_: object, tokens: Sequence[Token]) -> Path:
+    """Return a path; an empty text, as of a variable that is not set, would be the folder where one is."""
+    if not tokens[0].value:
+        raise ValueError("the path is empty; is a variable of the shell not set?")
+    return Path(tokens[0].value)
+
+
+SOME = validators.Number(gt=0)
+"""More than none."""
+
+ModelFile: TypeAlias = Annotated[
+    Path, Parameter(name="FILE", converter=to_path, help="A GGUF file; of a split one, any part.")
+]
 OptionalModelFile: TypeAlias = Annotated[
-    Path | None, Parameter(name="--model", help="A GGUF file to open as well, to prove isolation on it.")
+    Path | None,
+    Parameter(name="--model", converter=to_path, help="A GGUF file to open as well, to prove isolation on it."),
 ]
 ShardFile: TypeAlias = Annotated[
-    Path, Parameter(name="--out", help="Where to write the shard; replaced only once it is whole.")
+    Path, Parameter(name="--out", converter=to_path, help="Where to write the shard; replaced only once it is whole.")
 ]
+Bytes: TypeAlias = Annotated[int | None, Parameter(converter=_bytes, validator=SOME)]
+"""As 8GiB, 512MiB, 16GB or 1000; its help is its own."""
 LayerRange: TypeAlias = Annotated[
     str, Parameter(name="--layers", help="First layer and one past the last, as 0:15; 15: goes on to the last one.")
 ]

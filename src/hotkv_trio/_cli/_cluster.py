@@ -20,8 +20,9 @@ from hotkv_trio._cli._arguments import (  # ruff: ignore[typing-only-first-party
     TypeK,
     TypeV,
 )
-from hotkv_trio._cli._output import columns_table, plain, print_json, rounded_size
+from hotkv_trio._cli._output import columns_table, plain, print_json
 from hotkv_trio._errors import InvalidInput
+from hotkv_trio._sizes import rounded_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

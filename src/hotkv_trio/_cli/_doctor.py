@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import attrs
@@ -10,7 +9,9 @@ from rich.console import Console
 
 from hotkv_trio._cli._advice import A_WHOLE_MODEL, advising
 from hotkv_trio._cli._arguments import AsJson, OptionalModelFile  # ruff: ignore[typing-only-first-party-import]
-from hotkv_trio._cli._output import plain, print_facts, print_json, size, waiting, yes_no
+from hotkv_trio._cli._output import plain, print_facts, print_json, yes_no
+from hotkv_trio._cli._progress import Progress
+from hotkv_trio._sizes import size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,8 +33,9 @@ def doctor(
     With a model, prove on it that sessions are isolated here, bit for bit, and say what holds in each layout: some
     hundred calls, with 25,000 tokens in all, which takes a large model a while.
 
-    Exit status 1 if something is not as it was proven.
+    The last line is the verdict. Exit status 1 if something is not as it was proven.
     """
+    from hotkv_trio.llama._architectures import ARCHITECTURES
     from hotkv_trio.llama._installation import read_installation
 
     found = read_installation()
@@ -41,7 +43,7 @@ def doctor(
     proven = None if model is None else _prove(model)
     as_proven = pinned and (proven is None or proven.streams.isolated)
     if json_:
-        document = attrs.asdict(found) | {"as_proven": as_proven}
+        document = attrs.asdict(found) | {"as_proven": as_proven, "may_be_cut": sorted(ARCHITECTURES)}
         if proven is not None:
             unified = {"refused": proven.unified} if isinstance(proven.unified, str) else _findings(proven.unified)
             document |= {
@@ -51,7 +53,9 @@ def doctor(
             }
         print_json(document)
     else:
-        print_facts([*_rows(found), *(() if proven is None else _model_rows(proven))])
+        rows = [*_rows(found), ("may be cut", "models of " + ", ".join(sorted(ARCHITECTURES)))]
+        rows += () if proven is None else _model_rows(proven)
+        print_facts([*rows, ("", ""), ("verdict", _verdict(proven, pinned=pinned))])
         if not pinned:
             Console().print(f"\nNext: pip install llama-cpp-python=={found.pinned_version}", highlight=False)
     return 0 if as_proven else 1
@@ -72,13 +76,15 @@ def _prove(model: Path) -> Proven:
 
     from hotkv_trio import InvalidInput, open_runtime
     from hotkv_trio.llama import LlamaEngine
+    from hotkv_trio.llama._facts import read_model_facts
 
     def engine(layout: Layout) -> LlamaEngine:
         return LlamaEngine(model, n_slots=4, n_ctx=1024, layout=layout)
 
-    async def prove(stack: ExitStack) -> tuple[EngineInfo, IsolationReport]:
+    async def prove(progress: Progress) -> tuple[EngineInfo, IsolationReport]:
+        progress.begin("opening the model", 1)
         async with open_runtime(engine("streams")) as runtime:
-            stack.enter_context(waiting("proving isolation on this model; a large one takes minutes …"))
+            progress.begin("layout streams: proving isolation; a large model takes minutes", 1)
             return runtime.info, await runtime.verify_isolation()
 
     def prove_unified() -> IsolationReport | str:
@@ -93,8 +99,11 @@ def _prove(model: Path) -> Proven:
         assert report is not None  # noqa: S101 - as `LlamaEngine.open` promises
         return report
 
-    with advising(A_WHOLE_MODEL), ExitStack() as stack:
-        info, streams = trio.run(prove, stack)
+    with advising(A_WHOLE_MODEL):
+        read_model_facts(model).require_model()
+    with advising(A_WHOLE_MODEL), Progress(Console(stderr=True), count="") as progress:
+        info, streams = trio.run(prove, progress)
+        progress.begin("layout unified: the same", 1)
         return Proven(info, streams, prove_unified())
 
 
@@ -134,6 +143,16 @@ def _model_rows(proven: Proven) -> Iterator[tuple[str, object]]:
     yield "layout unified", "on request, for ragged loads: sessions take cells from one pool, and less is promised"
     yield from _report_rows("may be used", proven.unified)
     yield "  not promised", "who else is there, and when, changes the bits of a session; exact=True is refused"
+
+
+def _verdict(proven: Proven | None, *, pinned: bool) -> str:
+    if not pinned:
+        return "NOT as it was proven: another llama.cpp than the pinned one"
+    if proven is None:
+        return "as it was proven: the pinned llama.cpp; --model FILE tries isolation on a model as well"
+    if not proven.streams.isolated:
+        return "NOT as it was proven: sessions of this model are not isolated here"
+    return "as it was proven: the pinned llama.cpp, and sessions of this model are isolated here"
 
 
 def _report_rows(verdict: str, report: IsolationReport) -> Iterator[tuple[str, object]]:

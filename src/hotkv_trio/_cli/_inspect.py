@@ -8,7 +8,8 @@ import attrs
 
 from hotkv_trio._cli._advice import A_WHOLE_MODEL, advising
 from hotkv_trio._cli._arguments import AsJson, ModelFile, OptionalLayerRange, TypeK, TypeV, parse_layers
-from hotkv_trio._cli._output import print_facts, print_json, size, spans
+from hotkv_trio._cli._output import print_facts, print_json, spans
+from hotkv_trio._sizes import size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +26,10 @@ def inspect(
     type_v: TypeV = "f16",
     json_: AsJson = False,
 ) -> None:
-    """Say what a model is, where it may be cut into shards, and what a range of its layers takes. Loads no weights."""
+    """Say what a model is, where it may be cut into shards, and what a range of its layers takes. Loads no weights.
+
+    The architectures whose models may be cut are those that hotkv-trio doctor lists.
+    """
     from hotkv_trio.llama._planning import inspect_model
 
     with advising(A_WHOLE_MODEL):
@@ -51,7 +55,8 @@ def _rows(report: ModelReport) -> Iterator[tuple[str, object]]:
     yield "width", f"{report.n_embd:,} (a hidden state between shards: {report.n_embd * 4:,} B a token)"
     yield "trained context", f"{report.n_ctx_train:,} tokens"
     yield "file", size(report.file_bytes)
-    yield "may be cut at layer", report.uncut_reason or spans(report.valid_cuts) or "none: a single layer"
+    nowhere = f"nowhere: {report.uncut_reason or 'a single layer'}"
+    yield "may be cut at layer", spans(report.valid_cuts) or nowhere
     first, end = report.layers
     whole = report.layers == (0, report.n_layer)
     types = report.type_k if report.type_k == report.type_v else f"{report.type_k} and {report.type_v}"

@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hotkv_trio._sizes import rounded_size
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
 
@@ -23,20 +25,9 @@ def print_json(document: Any) -> None:
     sys.stdout.write(json.dumps(document, ensure_ascii=False, indent=2) + "\n")
 
 
-def size(n_bytes: int) -> str:
-    """Return bytes to the byte, and rounded: ``98,362,432 B (93.8 MiB)``."""
-    return f"{n_bytes:,} B" if n_bytes < 1024 else f"{n_bytes:,} B ({rounded_size(n_bytes)})"
-
-
 def size_cell(n_bytes: int) -> str:
     """Return bytes to the byte, and rounded, as two lines."""
     return f"{n_bytes:,}\n{rounded_size(n_bytes)}"
-
-
-def rounded_size(n_bytes: int) -> str:
-    """Return bytes in the largest binary unit of which there is a whole one."""
-    units = ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB"))
-    return next((f"{n_bytes / 1024**n:,.1f} {unit}" for n, unit in units if n_bytes >= 1024**n), f"{n_bytes} B")
 
 
 def spans(numbers: Sequence[int]) -> str:
@@ -103,22 +94,3 @@ def bar(title: str) -> Generator[Callable[[int, int], None]]:
 
     with bars:
         yield advance
-
-
-@contextlib.contextmanager
-def waiting(title: str) -> Generator[None]:
-    """Say on stderr what takes so long, with the time that has passed where it is a terminal."""
-    console = Console(stderr=True)
-    bars = rich.progress.Progress(
-        rich.progress.SpinnerColumn(),
-        rich.progress.TextColumn("{task.description}"),
-        rich.progress.TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    bars.add_task(title, total=None)
-    if not console.is_terminal:
-        console.print(title, style="dim", markup=False, highlight=False, soft_wrap=True)
-    with bars:
-        yield

@@ -9,13 +9,15 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from hotkv_trio._cli._advice import A_WHOLE_MODEL, advising
-from hotkv_trio._cli._arguments import (  # ruff: ignore[typing-only-first-party-import]
+from hotkv_trio._cli._arguments import (
+    SOME,
     AsJson,
     ModelFile,
     TypeK,
     TypeV,
 )
-from hotkv_trio._cli._output import columns_table, print_json, rounded_size, size_cell
+from hotkv_trio._cli._output import columns_table, print_json, size_cell
+from hotkv_trio._sizes import rounded_size
 
 if TYPE_CHECKING:
     from hotkv_trio.llama._planning import ShardPlan
@@ -25,16 +27,16 @@ def plan(
     file: ModelFile,
     /,
     *,
-    shards: Annotated[int, Parameter(help="How many.")],
+    shards: Annotated[int, Parameter(validator=SOME, help="How many.")],
     memory: Annotated[
         str, Parameter(help="Bytes that each shard may use, in order, as 8GiB,16GiB; a single one is for all.")
     ] = "",
-    context: Annotated[int, Parameter(help="Tokens of one session.")] = 4096,
+    context: Annotated[int, Parameter(validator=SOME, help="Tokens of one session.")] = 4096,
     type_k: TypeK = "f16",
     type_v: TypeV = "f16",
     json_: AsJson = False,
 ) -> None:
-    """Cut a model into shards: evenly, or so that the most sessions fit into the memory that is given.
+    """Cut a model into shards: evenly by bytes of weights, or so that the most sessions fit into the --memory given.
 
     The figures are of weights and KV. llama.cpp's compute buffers, up to some hundred MiB a shard, come on top.
     """

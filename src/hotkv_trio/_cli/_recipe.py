@@ -8,7 +8,7 @@ import attrs
 from cyclopts import Parameter
 
 from hotkv_trio._cli._advice import A_WHOLE_MODEL, advising
-from hotkv_trio._cli._arguments import AsJson, ModelFile, OptionalLayerRange, TypeK, TypeV, parse_layers
+from hotkv_trio._cli._arguments import SOME, AsJson, ModelFile, OptionalLayerRange, TypeK, TypeV, parse_layers
 from hotkv_trio._cli._output import bar, print_facts, print_json
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def recipe(
     /,
     *,
     layers: OptionalLayerRange = None,
-    context: Annotated[int, Parameter(help="Tokens of one session; part of the recipe.")] = 4096,
+    context: Annotated[int, Parameter(validator=SOME, help="Tokens of one session; part of the recipe.")] = 4096,
     type_k: TypeK = "f16",
     type_v: TypeV = "f16",
     json_: AsJson = False,

@@ -14,7 +14,7 @@ from cyclopts import Parameter, validators
 from rich.console import Console
 
 from hotkv_trio._cli._advice import A_WHOLE_MODEL, WHO_MAY, advising
-from hotkv_trio._cli._arguments import ModelFile, OptionalLayerRange, TypeK, TypeV, parse_layers
+from hotkv_trio._cli._arguments import Bytes, ModelFile, OptionalLayerRange, TypeK, TypeV, parse_layers
 from hotkv_trio._cli._output import plain
 from hotkv_trio._cli._tls import server_context
 from hotkv_trio._errors import InvalidInput
@@ -51,8 +51,8 @@ async def serve(
     exact: Annotated[bool, Parameter(negative=(), help="One session in each native call.")] = False,
     prefill_chunk: Annotated[int, Parameter(validator=_SOME, help="Tokens of a prefill in one native call.")] = 128,
     budget: Annotated[
-        int | None,
-        Parameter(validator=_SOME, help="Bytes of KV that all sessions together may hold: those of one at least."),
+        Bytes,
+        Parameter(help="Bytes of KV that all sessions together may hold, as 8GiB: those of one at least."),
     ] = None,
     idle_ttl: Annotated[
         float, Parameter(validator=_SOME, help="Seconds after which an idle session loses its KV.")

@@ -9,7 +9,8 @@ from rich.console import Console
 
 from hotkv_trio._cli._advice import A_WHOLE_MODEL, advising
 from hotkv_trio._cli._arguments import AsJson, LayerRange, ModelFile, ShardFile, parse_layers
-from hotkv_trio._cli._output import bar, print_json, size
+from hotkv_trio._cli._output import bar, print_json
+from hotkv_trio._sizes import size
 
 if TYPE_CHECKING:
     from hotkv_trio.llama._facts import ModelFacts
@@ -40,7 +41,7 @@ def slice_(
         check_range(facts, owned)
     begun = time.monotonic()
     with (
-        advising("another folder for --out, or free space there"),
+        advising("another path for --out, or free space there"),
         bar(f"layers {owned[0]}:{owned[1]} of {file.name}") as progress,
     ):
         slice_gguf(file, owned, out, progress)

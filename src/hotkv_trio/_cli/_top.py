@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path  # ruff: ignore[typing-only-standard-library-import]
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,8 +14,9 @@ from rich.live import Live
 from rich.text import Text
 
 from hotkv_trio._cli._advice import WHO_MAY, advising
-from hotkv_trio._cli._output import columns_table, plain, rounded_size
+from hotkv_trio._cli._output import columns_table, plain
 from hotkv_trio._cli._tls import client_context
+from hotkv_trio._sizes import rounded_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,13 +67,20 @@ async def top(
                 for where in connect
             ]
             before: list[_Seen] = []
-            with Live(console=Console(), auto_refresh=False) as live:
+            console = Console()
+            nobody = "no sessions of this token" if shown else "no sessions of clients without a token"
+            # Elsewhere than on a terminal there is nothing to write over: each look is printed.
+            with Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
                 while True:
                     seen = [
                         _Seen(where, client, await client.statistics(), trio.current_time())
                         for where, client in zip(connect, clients, strict=True)
                     ]
-                    live.update(_screen(seen, before or seen), refresh=True)
+                    screen = _screen(seen, before or seen, nobody)
+                    if live is None:
+                        console.print(screen)
+                    else:
+                        live.update(screen, refresh=True)
                     before = seen
                     looks = None if looks is None else looks - 1
                     if looks == 0:
@@ -80,18 +88,18 @@ async def top(
                     await trio.sleep(interval)
 
 
-def _screen(seen: Sequence[_Seen], before: Sequence[_Seen]) -> RenderableType:
+def _screen(seen: Sequence[_Seen], before: Sequence[_Seen], nobody: str) -> RenderableType:
     shards = columns_table("shard", "layers", "hot", "waiting", "KV", "tokens/s", "evicted", "expired", "refused")
     sessions = columns_table("session", "epoch", "shard", "state", "length", "bytes", "age", "idle")
     for table in (shards, sessions):
-        # Names may be long; figures stay whole, and leave the names room on a terminal of 80 columns.
         table.padding, table.show_edge = (0, 1, 0, 0), False
-        table.columns[0].no_wrap, table.columns[0].overflow, table.columns[0].min_width = False, "fold", 5
-    for now, then in zip(seen, before, strict=True):
+    # Names may be long; figures stay whole.
+    sessions.columns[0].no_wrap, sessions.columns[0].overflow, sessions.columns[0].min_width = False, "fold", 7
+    for number, (now, then) in enumerate(zip(seen, before, strict=True)):
         runtime = now.said.runtime
         first, end = now.client.info.layers
         shards.add_row(
-            plain(now.where),
+            str(number),
             f"{first}:{end}",
             f"{runtime.hot}/{runtime.slots}",
             str(runtime.waiting),
@@ -112,7 +120,9 @@ def _screen(seen: Sequence[_Seen], before: Sequence[_Seen]) -> RenderableType:
                 f"{session.age:,.0f} s",
                 "" if session.idle is None else f"{session.idle:,.0f} s",
             )
-    return Group(shards, sessions) if sessions.row_count else Group(shards, Text("no sessions of this token", "dim"))
+    # Above the table, which has no room for them on a terminal of 80 columns.
+    addresses = [plain(f"shard {number}: {now.where}") for number, now in enumerate(seen)]
+    return Group(*addresses, shards, sessions if sessions.row_count else Text(nobody, "dim"))
 
 
 def _rate(now: _Seen, then: _Seen) -> float:

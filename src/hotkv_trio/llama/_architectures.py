@@ -167,6 +167,19 @@ REFUSED: Final[Mapping[str, str]] = {
 """Why some others cannot be cut."""
 
 
+def uncut_reason(facts: ModelFacts) -> str | None:
+    """Return in a few words why the model cannot be cut; None: it can."""
+    if facts.shard is not None:
+        return "it is a shard (layers {}:{})".format(*facts.shard)
+    architecture = ARCHITECTURES.get(facts.architecture)
+    if architecture is None:
+        why = REFUSED.get(facts.architecture, "no test has shown its shards to be exact")
+        return f"architecture {facts.architecture!r}: {why}"
+    if facts.n_layer_nextn:
+        return "it has extra blocks for multi-token prediction"
+    return architecture.objection(facts)
+
+
 def architecture_of(facts: ModelFacts) -> Architecture:
     """Return how the model's shards are made.
 
@@ -174,22 +187,13 @@ def architecture_of(facts: ModelFacts) -> Architecture:
         InvalidInput: its architecture, or this very model, cannot be cut; it says why, and what would work.
     """
     facts.require_model()
-    architecture = ARCHITECTURES.get(facts.architecture)
-    if architecture is None:
-        why = REFUSED.get(facts.architecture, "no test has shown its shards to be exact")
+    if why := uncut_reason(facts):
+        others = f", or a model of one of: {', '.join(sorted(ARCHITECTURES))}"
         raise InvalidInput(
-            f"{facts.path.name} cannot be served by ranges of layers: architecture {facts.architecture!r}: {why}."
-            f"  Serve all its layers together (layers=None), or one of: {', '.join(sorted(ARCHITECTURES))}"
+            f"{facts.path.name} cannot be served by ranges of layers: {why}."
+            f"  Serve all its layers together{'' if facts.architecture in ARCHITECTURES else others}"
         )
-    why_not = architecture.objection(facts)
-    if facts.n_layer_nextn:
-        why_not = "it has extra blocks for multi-token prediction"
-    if why_not:
-        raise InvalidInput(
-            f"{facts.path.name} cannot be served by ranges of layers: {why_not}."
-            "  Serve all its layers together (layers=None)"
-        )
-    return architecture
+    return ARCHITECTURES[facts.architecture]
 
 
 def valid_cuts(facts: ModelFacts) -> tuple[int, ...]:

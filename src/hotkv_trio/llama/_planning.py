@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final
 import attrs
 
 from hotkv_trio._errors import InvalidInput
-from hotkv_trio.llama._architectures import check_range, valid_cuts
+from hotkv_trio._sizes import size
+from hotkv_trio.llama._architectures import check_range, uncut_reason, valid_cuts
 from hotkv_trio.llama._facts import read_model_facts
 from hotkv_trio.llama._ffi import CELL_PAD
 from hotkv_trio.llama._gguf import padded
@@ -121,10 +122,7 @@ def inspect_model(
         InvalidInput: the file, the range or a type is not valid; or the range may not be a shard.
     """
     facts = read_model_facts(path)
-    try:
-        cuts, why = valid_cuts(facts), None
-    except InvalidInput as refusal:
-        cuts, why = (), refusal.what
+    why = uncut_reason(facts)
     if layers is not None:
         check_range(facts, layers)
     owned = facts.check_layers(layers)
@@ -140,7 +138,7 @@ def inspect_model(
         n_swa=facts.n_swa,
         file_bytes=facts.file_bytes,
         shard=facts.shard,
-        valid_cuts=cuts,
+        valid_cuts=() if why else valid_cuts(facts),
         uncut_reason=why,
         layers=owned,
         weight_bytes=shard_weight_bytes(path, layers),
@@ -208,8 +206,9 @@ def _planned(
     memory = sizes[number] if sizes else None
     if memory is not None and memory < weight + slot:
         raise InvalidInput(
-            f"layers {layers[0]}:{layers[1]} of {facts.path.name} take {weight} bytes of weights and {slot} for one"
-            f" session, and shard {number} may use {memory}: give it more, cut into more shards, or shorten the context"
+            f"layers {layers[0]}:{layers[1]} of {facts.path.name} take {size(weight)} for weights and {size(slot)} for"
+            f" one session, and shard {number} may use {size(memory)}: give it more, cut into more shards, or shorten"
+            " the context"
         )
     return PlannedShard(
         layers=layers,

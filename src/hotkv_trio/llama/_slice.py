@@ -28,6 +28,7 @@ import attrs
 from gguf.constants import GGUFValueType
 
 from hotkv_trio._errors import InvalidInput
+from hotkv_trio._sizes import size
 from hotkv_trio.llama._architectures import check_range
 from hotkv_trio.llama._cache import replacing, user_cache_dir
 from hotkv_trio.llama._digest import file_digest, file_stamp
@@ -111,8 +112,14 @@ def slice_gguf(
     """
     target = Path(out)
     shard = _plan(read_gguf(source), layers)
-    if target.exists() and any(target.samefile(part) for part in shard.file.parts):
-        raise InvalidInput(f"{target} is the model itself: write the shard elsewhere")
+    with _told(target):
+        if target.is_dir():
+            raise InvalidInput(f"{target} is a directory: name the file in it that is to be written")
+        # A device or a pipe would be replaced, not written to.
+        if target.exists() and not target.is_file():
+            raise InvalidInput(f"{target} is not a regular file: write the shard elsewhere")
+        if target.exists() and any(target.samefile(part) for part in shard.file.parts):
+            raise InvalidInput(f"{target} is the model itself: write the shard elsewhere")
     _write(shard, target, progress)
     return target
 
@@ -226,9 +233,9 @@ def _write(shard: _Shard, target: Path, progress: Progress | None) -> None:
     with _told(target):
         free = shutil.disk_usage(target.parent).free
     if free < n_bytes:
-        raise InvalidInput(f"{target}: the shard takes {n_bytes} bytes, and {free} are free")
+        raise InvalidInput(f"{target}: the shard takes {size(n_bytes)}, and {size(free)} are free")
     stamp = file_stamp(shard.file)
-    with _told(target, f"the shard takes {n_bytes} bytes, and {free} were free"), replacing(target) as out:
+    with _told(target, f"the shard takes {size(n_bytes)}, and {size(free)} were free"), replacing(target) as out:
         done = out.write(shard.header)
         for piece in shard.pieces:
             for chunk in tensor_chunks(piece.tensor):

@@ -42,12 +42,13 @@ def show_bars(findings: Sequence[Findings]) -> Table:
     return table
 
 
-def show_all(findings: Sequence[Findings], console: Console) -> None:
-    """Print every suite's table, and the bars."""
+def show_all(findings: Sequence[Findings], console: Console, *, with_bars: bool) -> None:
+    """Print every suite's table; and the bars, if the figures may be held against them."""
     for found in findings:
         console.print(show(found))
-    console.print(Text("\nWhat is asked of SmolLM2-135M, and what was measured here", style="bold"))
-    console.print(show_bars(findings))
+    if with_bars:
+        console.print(Text("\nWhat is asked of SmolLM2-135M, and what was measured here", style="bold"))
+        console.print(show_bars(findings))
 
 
 def draw(curve: Curve, folder: Path) -> Path:

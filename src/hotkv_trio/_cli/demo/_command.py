@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter, validators
 from rich.console import Console
 
-from hotkv_trio._cli._arguments import AsJson  # ruff: ignore[typing-only-first-party-import]
+from hotkv_trio._cli._arguments import AsJson, to_path
 from hotkv_trio._cli._output import print_json
 from hotkv_trio._cli._progress import Progress
 from hotkv_trio._cli.demo._display import show
@@ -30,7 +30,7 @@ FEWEST_TOKENS = 8
 
 async def demo(
     *,
-    model: Path | None = None,
+    model: Annotated[Path | None, Parameter(converter=to_path)] = None,
     sessions: Annotated[int, Parameter(validator=validators.Number(gte=1, lte=256))] = 4,
     tokens: Annotated[int, Parameter(validator=validators.Number(gte=FEWEST_TOKENS, lte=4096))] = 24,
     json_: AsJson = False,
