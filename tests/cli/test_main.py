@@ -6,16 +6,15 @@ import importlib.metadata
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from hotkv_trio._cli import main
+from hotkv_trio._cli import _output, main
 from tests.cli._shell import unusable
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.cli._shell import Shell
 
 
@@ -71,10 +70,24 @@ def test_a_vocabulary_is_looked_for_in_a_whole_file(shell: Shell, tmp_path: Path
     assert called.is_refusal(str(model), "a whole GGUF file")
 
 
+@pytest.mark.parametrize("name", ["x:x:", "[red]x", "x\x1b[31m"])
+def test_what_others_have_named_is_shown_as_it_is(shell: Shell, tmp_path: Path, name: str) -> None:
+    """Neither an emoji, nor markup, nor a control sequence."""
+    shown = name.replace("\x1b", "·")
+    assert shell("inspect", tmp_path / name).is_refusal(shown, "a whole GGUF file")
+    assert shell("top", "--connect", f"unix:{tmp_path / name}").is_refusal(shown, "an address")
+
+
+def test_consoles_are_made_in_one_place() -> None:
+    folder = Path(_output.__file__).parent
+    made = {path.name for path in folder.rglob("*.py") if re.search(r"\bConsole\(", path.read_text(encoding="utf-8"))}
+    assert made == {"_output.py"}
+
+
 @pytest.mark.parametrize("missing", ["cyclopts", "rich"])
 def test_missing_extra(missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name in list(sys.modules):
-        if name == "hotkv_trio._cli._app" or name.partition(".")[0] == missing:
+        if name in {"hotkv_trio._cli._app", "hotkv_trio._cli._output"} or name.partition(".")[0] == missing:
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
     assert main(["demo"]) == 2

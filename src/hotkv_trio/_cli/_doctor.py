@@ -6,11 +6,10 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import attrs
-from rich.console import Console
 
 from hotkv_trio._cli._advice import A_WHOLE_MODEL, advising
 from hotkv_trio._cli._arguments import AsJson, OptionalModelFile  # ruff: ignore[typing-only-first-party-import]
-from hotkv_trio._cli._output import plain, print_facts, print_json, size, waiting, yes_no
+from hotkv_trio._cli._output import new_console, plain, print_facts, print_json, size, waiting, yes_no
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,7 +52,7 @@ def doctor(
     else:
         print_facts([*_rows(found), *(() if proven is None else _model_rows(proven))])
         if not pinned:
-            Console().print(f"\nNext: pip install llama-cpp-python=={found.pinned_version}", highlight=False)
+            new_console().print(f"\nNext: pip install llama-cpp-python=={found.pinned_version}", highlight=False)
     return 0 if as_proven else 1
 
 

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import trio
 from cyclopts import Parameter, validators
-from rich.console import Console
 
 from hotkv_trio._cli._advice import A_WHOLE_MODEL, WHO_MAY, advising
 from hotkv_trio._cli._arguments import ModelFile, OptionalLayerRange, TypeK, TypeV, parse_layers
-from hotkv_trio._cli._output import plain
+from hotkv_trio._cli._output import new_console, plain
 from hotkv_trio._cli._tls import server_context
 from hotkv_trio._errors import InvalidInput
 from hotkv_trio._nursery import open_body_nursery
@@ -111,7 +110,9 @@ async def serve(
                     )
                 first, end = runtime.info.layers
                 for place in places:
-                    Console().print(plain(f"serving layers {first}:{end} of {file.name} on {place}"), soft_wrap=True)
+                    new_console().print(
+                        plain(f"serving layers {first}:{end} of {file.name} on {place}"), soft_wrap=True
+                    )
                 async for _ in signals:
                     break
                 await server.drain(grace)

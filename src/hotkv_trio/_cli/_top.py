@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import attrs
 import trio
 from cyclopts import Parameter, validators
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
 from hotkv_trio._cli._advice import WHO_MAY, advising
-from hotkv_trio._cli._output import columns_table, plain, rounded_size
+from hotkv_trio._cli._output import columns_table, new_console, plain, rounded_size
 from hotkv_trio._cli._tls import client_context
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ async def top(
                 for where in connect
             ]
             before: list[_Seen] = []
-            with Live(console=Console(), auto_refresh=False) as live:
+            with Live(console=new_console(), auto_refresh=False) as live:
                 while True:
                     seen = [
                         _Seen(where, client, await client.statistics(), trio.current_time())

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import re
 import threading
+from collections import UserList
 from typing import TYPE_CHECKING, Final, final
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _FORESEEN: Final = re.compile(r"adding \d+ dummy tokens")
 
 
 @final
-class Lines(list[str]):
+class Lines(UserList[str]):
     """Lines of the log, in order."""
 
     first_error: str | None = None
