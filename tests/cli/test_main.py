@@ -17,6 +17,8 @@ from tests.cli._shell import unusable
 if TYPE_CHECKING:
     from tests.cli._shell import Shell
 
+CERTIFICATES = Path(__file__).parents[1] / "serve" / "certificates"
+
 
 def test_module_says_its_version() -> None:
     done = subprocess.run(
@@ -68,6 +70,37 @@ def test_a_vocabulary_is_looked_for_in_a_whole_file(shell: Shell, tmp_path: Path
     model = unusable(tmp_path, kind)
     called = shell("generate", "--route", "unix:s", "--model", model, "--prompt", "a")
     assert called.is_refusal(str(model), "a whole GGUF file")
+
+
+@pytest.mark.parametrize(
+    "options,what,advice",
+    [
+        (["serve", "--client-authority", "ca.pem"], "without --certificate: there would be no TLS", "--certificate"),
+        (["top", "--certificate", "client.pem"], "without --authority: there would be no TLS", "--authority"),
+        (["serve", "--certificate", "absent.pem"], "absent.pem", "a certificate chain with its key"),
+        (["serve", "--certificate", "ca.pem"], "ca.pem is no PEM file with a certificate chain", "with its key"),
+        (["serve", "--certificate", "server.pem", "--client-authority", "absent.pem"], "absent.pem", "an authority's"),
+        (["top", "--authority", "absent.pem"], "absent.pem", "an authority's certificate"),
+        (["top", "--authority", "README.md"], "README.md is no PEM file with an authority's", "an authority's"),
+        (["top", "--authority", "ca.pem", "--certificate", "ca.pem"], "ca.pem is no PEM file", "with its key"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_tls_is_never_left_out_and_files_are_named(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, options: list[str], what: str, advice: str
+) -> None:
+    monkeypatch.chdir(CERTIFICATES)
+    command, *rest = options
+    where = ["m.gguf", "--listen", "unix:s"] if command == "serve" else ["--connect", "unix:s"]
+    assert shell(command, *where, *rest).is_refusal(what, advice)
+
+
+@pytest.mark.parametrize("command", ["serve", "top"])
+def test_a_file_without_tokens_is_not_taken_for_none(shell: Shell, tmp_path: Path, command: str) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("# not yet\n", encoding="utf-8")
+    where = ["m.gguf", "--listen", "unix:s"] if command == "serve" else ["--connect", "unix:s"]
+    assert shell(command, *where, "--token-file", tokens).is_refusal("holds no tokens", "one token of 16 characters")
 
 
 @pytest.mark.parametrize("name", ["x:x:", "[red]x", "x\x1b[31m"])

@@ -15,11 +15,13 @@ WHO_MAY = "a --token-file that can be read, one token of 16 characters or more i
 
 
 @contextlib.contextmanager
-def advising(advice: str) -> Generator[None]:
-    """Give errors that leave the block a note of what to try, unless they have one."""
+def advising(
+    advice: str, only: type[Exception] | tuple[type[Exception], ...] = (HotKVError, OSError)
+) -> Generator[None]:
+    """Give errors of a kind that leave the block a note of what to try, unless they have one."""
     try:
         yield
-    except (HotKVError, OSError) as error:
+    except only as error:
         if not noted_advice(error):
             error.add_note(advice)
         raise
