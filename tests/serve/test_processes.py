@@ -155,7 +155,9 @@ async def test_figures_and_logs_of_the_command(model: Path) -> None:
             logged = b"".join([bytes(piece) async for piece in process.stderr])
             assert await process.wait() == 0
         messages = [json.loads(line)["message"] for line in logged.splitlines()]
-        assert messages == ["figures are served", "a client connected", "a connection ended"]
+        # The signal may overtake the client's end.
+        assert messages[:2] == ["figures are served", "a client connected"]
+        assert sorted(messages[2:]) == ["a connection ended", "the server drains"]
     finally:
         process.kill()
         await process.stdout.aclose()  # noqa: ASYNC102

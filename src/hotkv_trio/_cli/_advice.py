@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
 A_WHOLE_MODEL = "a whole GGUF file that can be read; one that was cut short or damaged has to be fetched again"
+_A_PATH = "the path of a whole GGUF file"
 WHO_MAY = "a --token-file that can be read, one token of 16 characters or more in a line; or the same in HOTKV_TOKEN"
 
 
@@ -23,7 +24,9 @@ def advising(
         yield
     except only as error:
         if not noted_advice(error):
-            error.add_note(advice)
+            # What cannot even be read was not cut short.
+            unread = advice == A_WHOLE_MODEL and isinstance(error.__cause__, OSError)
+            error.add_note(_A_PATH if unread else advice)
         raise
 
 
