@@ -57,7 +57,9 @@ async def top(
     with advising(WHO_MAY):
         shown = read_tokens(token_file)
     context = client_context(authority, certificate)
-    with advising("an address that hotkv-trio serve printed, and the same token"):
+    with advising(
+        "an address that hotkv-trio serve printed, the same token, and --authority if it has a --certificate"
+    ):
         async with AsyncExitStack() as stack:
             clients = [
                 await stack.enter_async_context(
