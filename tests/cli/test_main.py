@@ -6,18 +6,19 @@ import importlib.metadata
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from hotkv_trio._cli import main
+from hotkv_trio._cli import _output, main
 from hotkv_trio.llama._tiny_gguf import build_tiny_gguf
 from tests.cli._shell import unusable
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.cli._shell import Shell
+
+CERTIFICATES = Path(__file__).parents[1] / "serve" / "certificates"
 
 
 def test_module_says_its_version() -> None:
@@ -84,10 +85,55 @@ def test_a_vocabulary_is_looked_for_in_a_whole_file(shell: Shell, tmp_path: Path
     assert called.is_refusal(str(model), "a whole GGUF file")
 
 
+@pytest.mark.parametrize(
+    "options,what,advice",
+    [
+        (["serve", "--client-authority", "ca.pem"], "without --certificate: there would be no TLS", "--certificate"),
+        (["top", "--certificate", "client.pem"], "without --authority: there would be no TLS", "--authority"),
+        (["serve", "--certificate", "absent.pem"], "absent.pem", "a certificate chain with its key"),
+        (["serve", "--certificate", "ca.pem"], "ca.pem is no PEM file with a certificate chain", "with its key"),
+        (["serve", "--certificate", "server.pem", "--client-authority", "absent.pem"], "absent.pem", "an authority's"),
+        (["top", "--authority", "absent.pem"], "absent.pem", "an authority's certificate"),
+        (["top", "--authority", "README.md"], "README.md is no PEM file with an authority's", "an authority's"),
+        (["top", "--authority", "ca.pem", "--certificate", "ca.pem"], "ca.pem is no PEM file", "with its key"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_tls_is_never_left_out_and_files_are_named(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, options: list[str], what: str, advice: str
+) -> None:
+    monkeypatch.chdir(CERTIFICATES)
+    command, *rest = options
+    where = ["m.gguf", "--listen", "unix:s"] if command == "serve" else ["--connect", "unix:s"]
+    assert shell(command, *where, *rest).is_refusal(what, advice)
+
+
+@pytest.mark.parametrize("command", ["serve", "top"])
+def test_a_file_without_tokens_is_not_taken_for_none(shell: Shell, tmp_path: Path, command: str) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("# not yet\n", encoding="utf-8")
+    where = ["m.gguf", "--listen", "unix:s"] if command == "serve" else ["--connect", "unix:s"]
+    assert shell(command, *where, "--token-file", tokens).is_refusal("holds no tokens", "one token of 16 characters")
+
+
+@pytest.mark.parametrize("name", ["x:x:", "[red]x", "x\x1b[31m"])
+def test_what_others_have_named_is_shown_as_it_is(shell: Shell, tmp_path: Path, name: str) -> None:
+    """Neither an emoji, nor markup, nor a control sequence."""
+    shown = name.replace("\x1b", "·")
+    assert shell("inspect", tmp_path / name).is_refusal(shown, "a whole GGUF file")
+    assert shell("top", "--connect", f"unix:{tmp_path / name}").is_refusal(shown, "an address")
+
+
+def test_consoles_are_made_in_one_place() -> None:
+    folder = Path(_output.__file__).parent
+    made = {path.name for path in folder.rglob("*.py") if re.search(r"\bConsole\(", path.read_text(encoding="utf-8"))}
+    assert made == {"_output.py"}
+
+
 @pytest.mark.parametrize("missing", ["cyclopts", "rich"])
 def test_missing_extra(missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name in list(sys.modules):
-        if name == "hotkv_trio._cli._app" or name.partition(".")[0] == missing:
+        if name in {"hotkv_trio._cli._app", "hotkv_trio._cli._output"} or name.partition(".")[0] == missing:
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
     assert main(["demo"]) == 2

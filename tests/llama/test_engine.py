@@ -649,6 +649,15 @@ def test_pieces_of_lines_become_lines(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.levelname for record in caplog.records] == ["INFO", "INFO", "ERROR", "WARNING", "DEBUG"]
 
 
+def test_why_a_file_cannot_be_loaded_is_said_in_llama_cpps_words(tiny: Tiny, tmp_path: Path) -> None:
+    path = tmp_path / "unknown.gguf"
+    path.write_bytes(tiny().read_bytes().replace(b"llama", b"lxxma"))
+    with pytest.raises(EngineFailed, match=r"cannot load .*: unknown model architecture: 'lxxma'"):
+        LlamaEngine(path, threads=1).open()
+    with pytest.raises(InvalidInput, match=r"no vocabulary: .*: unknown model architecture: 'lxxma'"):
+        Vocabulary(path)
+
+
 def test_what_llama_cpp_says_of_every_shard_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "hotkv_trio.llama"):
         _log.receive(3, b"load: adding 49152 dummy tokens\n")

@@ -95,6 +95,32 @@ def refused(end: ClientEnd | ServerEnd, data: bytes, match: str) -> None:
         end.receive_data(b"x")
 
 
+@pytest.mark.parametrize(
+    "begin,spoken",
+    [
+        (b"HTTP/1.1 400 Bad Request", "HTTP"),
+        (b"GET / HTTP/1.1", "HTTP"),
+        (b"PRI * HTTP/2.0", "HTTP"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01", "TLS"),
+    ],
+)
+def test_other_protocols_are_told_apart(begin: bytes, spoken: str) -> None:
+    client = ClientEnd(max_frame=MAX_FRAME)
+    client.hello(token=None, recipe=None, dtype="float32")
+    refused(client, begin, f"the peer is no shard server, it speaks {spoken}")
+    refused(ServerEnd(max_frame=MAX_FRAME), begin, f"the peer is no client of shards, it speaks {spoken}")
+    for end in ends():
+        refused(end, begin, "a frame of")
+
+
+def test_an_alert_of_tls_is_told_apart_though_it_is_shorter_than_a_prefix() -> None:
+    client = ClientEnd(max_frame=MAX_FRAME)
+    client.hello(token=None, recipe=None, dtype="float32")
+    client.receive_data(b"\x15\x03\x03\x00\x02\x02\x46")
+    assert client.next_event() is NEED_DATA
+    refused(client, b"", "it speaks TLS")
+
+
 names = st.text("ab-é字 ", min_size=1, max_size=128)
 counts = st.integers(0, m.MAX_INT)
 RAW = np.random.default_rng(0).standard_normal((5, 5)).astype(np.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import ssl
 import stat
@@ -14,7 +15,7 @@ import pytest
 import trio
 
 from hotkv_trio import InvalidInput
-from hotkv_trio.serve import ConnectionLost, open_shard_client
+from hotkv_trio.serve import ConnectionLost, ProtocolError, open_shard_client
 from hotkv_trio.serve._addresses import TCPAddress, UnixAddress, is_loopback, open_listeners, parse_address
 from tests.serve._rig import ALICE, key, open_rig, until
 
@@ -229,9 +230,46 @@ async def test_nobody_there() -> None:
     (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
     port = listener.socket.getsockname()[1]
     await listener.aclose()
-    with pytest.raises(ConnectionLost, match="cannot connect"):
+    with pytest.raises(ConnectionLost, match=rf"cannot connect to 127.0.0.1:{port}: Connection refused$"):
         async with open_shard_client(f"127.0.0.1:{port}"):
             pytest.fail("connected")
+
+
+async def test_who_speaks_tls_where_it_is_not_spoken_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "hotkv_trio")
+    async with serving("127.0.0.1:0") as (rig, (where,)):
+        with pytest.raises(ConnectionLost, match=f"cannot connect to {where}: it does not speak TLS"):
+            await use(rig, where, ssl_context=client_context())
+        await until(lambda: rig.server.statistics().dropped)
+    assert vars(caplog.records[0])["reason"] == "the peer is no client of shards, it speaks TLS"
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+async def test_who_does_not_speak_tls_where_it_is_needed_is_told(
+    caplog: pytest.LogCaptureFixture, *, encrypted: bool
+) -> None:
+    """Nor shows a certificate."""
+    caplog.set_level(logging.INFO, "hotkv_trio")
+    wanted = "(?i)certificate" if encrypted else "it may want TLS"
+    async with serving("127.0.0.1:0", ssl_context=server_context(client_certificates=True)) as (rig, (where,)):
+        with pytest.raises(ConnectionLost, match=wanted):
+            await use(rig, where, ssl_context=client_context() if encrypted else None)
+        await until(lambda: rig.server.statistics().dropped)
+    why = "PEER_DID_NOT_RETURN_A_CERTIFICATE" if encrypted else "WRONG_VERSION_NUMBER"
+    assert why in vars(caplog.records[0])["reason"]
+
+
+async def test_a_server_of_something_else_is_told_apart() -> None:
+    async def answer(stream: trio.SocketStream) -> None:
+        await stream.receive_some()
+        await stream.send_all(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    async with trio.open_nursery() as nursery:
+        (listener,) = await nursery.start(partial(trio.serve_tcp, answer, 0, host="127.0.0.1"))
+        with pytest.raises(ProtocolError, match="the peer is no shard server, it speaks HTTP"):
+            async with open_shard_client(f"127.0.0.1:{listener.socket.getsockname()[1]}"):
+                pytest.fail("welcome")
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_killed_tcp_client_is_noticed_at_once() -> None:

@@ -235,8 +235,15 @@ def test_tokens_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("HOTKV_TOKEN", ALICE)
     assert read_tokens() == [ALICE]
     monkeypatch.setenv("HOTKV_TOKEN", "short")
-    with pytest.raises(InvalidInput, match="at least 16"):
+    with pytest.raises(InvalidInput, match=r"line 1 of HOTKV_TOKEN: .* at least 16"):
         read_tokens()
+    path.write_text(f"# people\n{ALICE}\n\nmellon\n", encoding="utf-8")
+    with pytest.raises(InvalidInput, match=r"line 4 of .*tokens: .* at least 16") as refused:
+        read_tokens(path)
+    assert "mellon" not in str(refused.value)
+    path.write_text("# nobody yet\n", encoding="utf-8")
+    with pytest.raises(InvalidInput, match="holds no tokens"):
+        read_tokens(path)
 
 
 async def test_a_principal_given_by_the_embedding_server_needs_no_token() -> None:

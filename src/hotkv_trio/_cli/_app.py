@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from cyclopts import App, CycloptsError
 from cyclopts.exceptions import UnusedCliTokensError
-from rich.console import Console
 
 from hotkv_trio._cli._advice import noted_advice
 from hotkv_trio._cli._cluster import cluster
 from hotkv_trio._cli._doctor import doctor
 from hotkv_trio._cli._generate import generate
 from hotkv_trio._cli._inspect import inspect
+from hotkv_trio._cli._output import new_console, plain
 from hotkv_trio._cli._plan import plan
 from hotkv_trio._cli._recipe import recipe
 from hotkv_trio._cli._serve import serve
@@ -24,6 +24,8 @@ from hotkv_trio._errors import EngineFailed, HotKVError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from rich.console import Console
 
 NOT_DONE = 2
 """Exit status of a command that could not do its work."""
@@ -60,7 +62,7 @@ app.register_install_completion_command()
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command that the arguments name, and return its exit status."""
-    errors = Console(stderr=True)
+    errors = new_console(stderr=True)
     try:
         status = app(arguments, error_console=errors, exit_on_error=False, result_action="return_value")
     except CycloptsError as error:
@@ -89,10 +91,9 @@ def _complain(console: Console, error: BaseException) -> int:
         advice = "a file that can be read, and a folder for temporary files (TMPDIR) that is not full"
     else:
         advice = "another GGUF file, or none: hotkv-trio demo builds a tiny model of its own"
-    # Not markup: a path may hold square brackets.
-    console.print(
-        f"hotkv-trio: {error}\nNext: try {advice}.", style="red", markup=False, highlight=False, soft_wrap=True
-    )
+    # Text, not markup: a path may hold square brackets, and a server's message whatever it likes.
+    for line in f"hotkv-trio: {error}\nNext: try {advice}.".splitlines():
+        console.print(plain(line), style="red", soft_wrap=True)
     return NOT_DONE
 
 

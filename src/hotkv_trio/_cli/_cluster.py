@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
 import attrs
 import rich.progress
 from cyclopts import App, Parameter
-from rich.console import Console
 from rich.text import Text
 
 from hotkv_trio._cli._advice import A_WHOLE_MODEL, advising
@@ -20,7 +19,7 @@ from hotkv_trio._cli._arguments import (  # ruff: ignore[typing-only-first-party
     TypeK,
     TypeV,
 )
-from hotkv_trio._cli._output import columns_table, plain, print_json
+from hotkv_trio._cli._output import columns_table, new_console, plain, print_json
 from hotkv_trio._errors import InvalidInput
 from hotkv_trio._sizes import rounded_size
 
@@ -203,7 +202,7 @@ def _talking_to_ray() -> Generator[None]:
 @contextlib.contextmanager
 def _bar(title: str) -> Generator[Callable[[int, int], None]]:
     """Show on stderr, while the block runs, how many replicas serve."""
-    console = Console(stderr=True)
+    console = new_console(stderr=True)
     bars = rich.progress.Progress(
         rich.progress.SpinnerColumn(),
         rich.progress.TextColumn("{task.description}"),
@@ -249,7 +248,7 @@ def _show(found: Deployment, *, json_: bool) -> None:
             (replica.node or "")[:8],
             *said,
         )
-    console = Console()
+    console = new_console()
     console.print(table)
     console.print(plain(f"deployment {found.name}, epoch {found.epoch}"), highlight=False)
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import attrs
-from rich.console import Console
 
 from hotkv_trio._cli._advice import A_WHOLE_MODEL, advising
 from hotkv_trio._cli._arguments import AsJson, OptionalModelFile  # ruff: ignore[typing-only-first-party-import]
-from hotkv_trio._cli._output import plain, print_facts, print_json, yes_no
+from hotkv_trio._cli._output import new_console, plain, print_facts, print_json, yes_no
 from hotkv_trio._cli._progress import Progress
 from hotkv_trio._sizes import size
 
@@ -57,7 +56,7 @@ def doctor(
         rows += () if proven is None else _model_rows(proven)
         print_facts([*rows, ("", ""), ("verdict", _verdict(proven, pinned=pinned))])
         if not pinned:
-            Console().print(f"\nNext: pip install llama-cpp-python=={found.pinned_version}", highlight=False)
+            new_console().print(f"\nNext: pip install llama-cpp-python=={found.pinned_version}", highlight=False)
     return 0 if as_proven else 1
 
 
@@ -101,7 +100,7 @@ def _prove(model: Path) -> Proven:
 
     with advising(A_WHOLE_MODEL):
         read_model_facts(model).require_model()
-    with advising(A_WHOLE_MODEL), Progress(Console(stderr=True), count="") as progress:
+    with advising(A_WHOLE_MODEL), Progress(new_console(stderr=True), count="") as progress:
         info, streams = trio.run(prove, progress)
         progress.begin("layout unified: the same", 1)
         return Proven(info, streams, prove_unified())

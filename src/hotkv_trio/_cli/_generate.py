@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
+import logging
 import sys
 from pathlib import Path  # ruff: ignore[typing-only-standard-library-import]
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import Parameter
+from cyclopts import Parameter, validators
 
 from hotkv_trio._cli._advice import A_WHOLE_MODEL, WHO_MAY, advising
 from hotkv_trio._cli._tls import client_context
-from hotkv_trio._errors import InvalidInput
+from hotkv_trio._errors import ContextFull, EngineFailed, InvalidInput
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
 
     from hotkv_trio.llama import Vocabulary
     from hotkv_trio.route import Route, ShardAddress
     from hotkv_trio.route._hop import Shard
+
+_SERVERS = (
+    "the addresses that hotkv-trio serve printed, in the order of the layers, the same token, and --authority if"
+    " servers have a --certificate"
+)
+_SHORTER = "a shorter --prompt, fewer --tokens, or servers with a larger --context"
+_THEIRS = "the --model that the servers were given: its vocabulary is theirs"
+_AWAY = frozenset({"connection_lost", "runtime_closed", "shard_draining"})
+"""What a route says of a shard that has to come back first."""
 
 
 async def generate(
@@ -31,7 +42,7 @@ async def generate(
     cluster: Annotated[str | None, Parameter(help="Instead: a deployment of hotkv-trio cluster, by its name.")] = None,
     model: Annotated[Path, Parameter(help="The model's GGUF file, for its vocabulary alone.")],
     prompt: Annotated[str, Parameter(help="Text to go on from.")],
-    tokens: Annotated[int, Parameter(help="How many to generate at most.")] = 64,
+    tokens: Annotated[int, Parameter(validator=validators.Number(gt=0), help="How many to generate at most.")] = 64,
     replay: Annotated[
         Literal["exact", "fast"], Parameter(help="How a history that a shard has lost is put back.")
     ] = "exact",
@@ -46,7 +57,8 @@ async def generate(
 ) -> None:
     """Print the most likely text after a prompt, as it is generated.
 
-    A shard that is lost is waited for, and put back to where it was: the text is the same as if nothing had happened.
+    A shard that is lost is waited for, for about 45 seconds, and put back to where it was: the text is the same as if
+    nothing had happened.
     """
     from hotkv_trio.llama import Vocabulary
     from hotkv_trio.llama._gguf import read_gguf
@@ -55,20 +67,33 @@ async def generate(
     if (route is None) == (cluster is None):
         with advising("--route ADDRESS..., as hotkv-trio serve printed them, or --cluster NAME"):
             raise InvalidInput("either a route or a cluster's deployment is needed")
+    if cluster is not None and (token_file is not None or insecure):
+        with advising("neither: a deployment has a token of its own, and says whether plain text is allowed"):
+            raise InvalidInput("--token-file and --insecure go with --route, not with --cluster")
     with advising(A_WHOLE_MODEL):
         # For its words, where the file is none: llama.cpp's speak of other things.
         read_gguf(model)
         vocabulary = Vocabulary(model)
     try:
+        with advising("a --prompt of some text"):
+            given = [int(token) for token in vocabulary.tokenize(prompt)]
+            if not given:
+                raise InvalidInput("the prompt has no tokens")
         context = client_context(authority, certificate)
         shards: Sequence[Shard] = (
             _addresses(route or [], token_file, context, insecure=insecure)
             if cluster is None
             else await _deployed(cluster, context)
         )
-        with advising("the addresses that hotkv-trio serve printed, in the order of the layers, and the same token"):
+        with (
+            advising(_SERVERS),
+            advising(_SHORTER, only=ContextFull),
+            advising("the log of the server that failed, which says more", only=EngineFailed),
+        ):
             async with open_route(shards, replay=replay) as opened:
-                await _stream(opened, vocabulary, prompt, tokens)
+                _check_room(opened, given)
+                with _told_of_outages(), advising(_THEIRS, only=InvalidInput):
+                    await _stream(opened, vocabulary, given, tokens)
     finally:
         vocabulary.close()
 
@@ -92,10 +117,36 @@ async def _deployed(name: str, context: ssl.SSLContext | None) -> Sequence[Shard
         return await deployed_shards(name, ssl_context=context)
 
 
-async def _stream(route: Route, vocabulary: Vocabulary, prompt: str, n_tokens: int) -> None:
+def _check_room(route: Route, given: Sequence[int]) -> None:
+    room = min(info.n_ctx_seq for info in route.infos)
+    if len(given) > room:
+        with advising(_SHORTER):
+            raise InvalidInput(f"the prompt has {len(given)} tokens; a session on these shards holds {room}")
+
+
+@contextlib.contextmanager
+def _told_of_outages() -> Generator[None]:
+    """Say on stderr, once an outage, that a shard is waited for: the route logs each attempt."""
+
+    def tell(record: logging.LogRecord) -> bool:
+        if getattr(record, "attempt", 0) == 2 and getattr(record, "code", "") in _AWAY:
+            sys.stderr.write("\nhotkv-trio: a shard is lost, and is called again until it is back\n")
+        return record.levelno >= logging.WARNING
+
+    logger = logging.getLogger("hotkv_trio")
+    level = logger.level
+    logger.addFilter(tell)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeFilter(tell)
+
+
+async def _stream(route: Route, vocabulary: Vocabulary, given: Sequence[int], n_tokens: int) -> None:
     # A character may be cut between two tokens.
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    given = [int(token) for token in vocabulary.tokenize(prompt)]
     async with route.open_session() as session, session.generate(given, n_tokens) as generated:
         async for token in generated:
             if vocabulary.is_end(token):

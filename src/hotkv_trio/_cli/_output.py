@@ -44,11 +44,16 @@ def plain(text: object) -> Text:
     return Text("".join(char if char.isprintable() else "·" for char in str(text)))
 
 
+def new_console(*, stderr: bool = False) -> Console:
+    """Return a console that shows text as it is: ``:x:`` in a path or an error is no emoji."""
+    return Console(stderr=stderr, emoji=False)
+
+
 def print_facts(rows: Iterable[tuple[str, object]]) -> None:
     """Print names and what there is to say of each, a line for each: a digest or a path is never broken."""
     listed = list(rows)
     width = max(len(name) for name, _ in listed)
-    console = Console()
+    console = new_console()
     for name, said in listed:
         text = said if isinstance(said, Text) else plain(said)
         console.print(Text.assemble((name.ljust(width), "dim"), "  ", text) if name else "", soft_wrap=True)
@@ -73,9 +78,9 @@ def bar(title: str) -> Generator[Callable[[int, int], None]]:
 
     Nothing is shown before the first call; where stderr is no terminal, one line says what is being done.
     """
-    console = Console(stderr=True)
+    console = new_console(stderr=True)
     bars = rich.progress.Progress(
-        rich.progress.TextColumn("{task.description}"),
+        rich.progress.TextColumn("{task.description}", markup=False),
         rich.progress.BarColumn(),
         rich.progress.TaskProgressColumn(),
         rich.progress.DownloadColumn(binary_units=True),

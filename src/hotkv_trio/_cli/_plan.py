@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import attrs
 from cyclopts import Parameter
-from rich.console import Console
 
 from hotkv_trio._cli._advice import A_WHOLE_MODEL, advising
 from hotkv_trio._cli._arguments import (
@@ -16,10 +15,12 @@ from hotkv_trio._cli._arguments import (
     TypeK,
     TypeV,
 )
-from hotkv_trio._cli._output import columns_table, print_json, size_cell
+from hotkv_trio._cli._output import columns_table, new_console, print_json, size_cell
 from hotkv_trio._sizes import rounded_size
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from hotkv_trio.llama._planning import ShardPlan
 
 
@@ -51,7 +52,7 @@ def plan(
     if json_:
         print_json(attrs.asdict(planned))
     else:
-        _show(planned, Console())
+        _show(planned, new_console())
 
 
 def _show(planned: ShardPlan, console: Console) -> None:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 import signal
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path  # ruff: ignore[typing-only-standard-library-import]
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import trio
 from cyclopts import Parameter, validators
-from rich.console import Console
 
 from hotkv_trio._cli._advice import A_WHOLE_MODEL, WHO_MAY, advising
 from hotkv_trio._cli._arguments import Bytes, ModelFile, OptionalLayerRange, TypeK, TypeV, parse_layers
-from hotkv_trio._cli._output import plain
+from hotkv_trio._cli._output import new_console, plain
 from hotkv_trio._cli._tls import server_context
 from hotkv_trio._errors import InvalidInput
 from hotkv_trio._nursery import open_body_nursery
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from hotkv_trio.serve import ShardServer
 
 _SOME = validators.Number(gt=0)
+_FREE = "another port, or port 0 for any that is free; unix:PATH in a folder that exists"
 _SAFE = "127.0.0.1:PORT, or unix:PATH in a folder that exists; beyond this machine: --token-file and --certificate"
 
 
@@ -66,7 +66,10 @@ async def serve(
     ] = None,
     insecure: Annotated[bool, Parameter(negative=(), help="Allow plain TCP beyond this machine.")] = False,
     grace: Annotated[
-        float, Parameter(validator=validators.Number(gte=0), help="Seconds that requests may take to end on SIGTERM.")
+        float,
+        Parameter(
+            validator=validators.Number(gte=0), help="On SIGTERM, seconds in which to answer the requests received."
+        ),
     ] = 30.0,
     silence: Annotated[
         float,
@@ -81,10 +84,12 @@ async def serve(
     ] = None,
     log: Annotated[Literal["text", "json"], Parameter(help="Lines of the log on stderr.")] = "text",
 ) -> None:
-    """Serve sessions until SIGTERM or SIGINT, which let what has begun end first.
+    """Serve sessions until SIGTERM or SIGINT; then the requests received are answered, and connections closed.
 
-    One line for each address is printed once clients are accepted there. Clients on other machines need a token, and
-    TLS unless --insecure is given. What peers did wrong is logged on stderr, never what they sent.
+    Each token is a request of its own, so a generation stops there: its client, such as hotkv-trio generate, waits for
+    a server in this one's place, and puts the session back. One line for each address is printed once clients are
+    accepted there. Clients on other machines need a token, and TLS unless --insecure is given. What peers did wrong is
+    logged on stderr, never what they sent.
     """
     from hotkv_trio.serve import Limits, ShardServer, read_tokens
 
@@ -95,33 +100,36 @@ async def serve(
     engine = _engine(file, layers, sessions, context, (cast("KVType", type_k), cast("KVType", type_v)), threads)
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         # Before the model is loaded, which may take long: who asks is told that it is alive, and not ready.
-        async with (
-            _metrics(metrics) as tell,
-            _opened(engine, kv_budget=budget, idle_ttl=idle_ttl, prefill_chunk=prefill_chunk, exact=exact) as runtime,
-        ):
+        async with _metrics(metrics) as tell, AsyncExitStack() as stack:
+            runtime = await _opened(
+                stack, engine, kv_budget=budget, idle_ttl=idle_ttl, prefill_chunk=prefill_chunk, exact=exact
+            )
             if budget is not None and budget < (needed := runtime.info.slot_bytes):
                 with advising(f"--budget {needed} or more, or a smaller --context"):
                     raise InvalidInput(f"--budget {budget}: one session of {context} tokens takes {needed} bytes")
             server = ShardServer(runtime, tokens=tokens, limits=Limits(silence_timeout=silence))
             tell(server)
             async with trio.open_nursery() as nursery:
-                with advising(_SAFE):
+                with advising(_SAFE), advising(_FREE, only=OSError):
                     places = await nursery.start(
                         partial(server.serve, *listen, ssl_context=context_of_tls, insecure=insecure)
                     )
                 first, end = runtime.info.layers
                 for place in places:
-                    Console().print(plain(f"serving layers {first}:{end} of {file.name} on {place}"), soft_wrap=True)
+                    new_console().print(
+                        plain(f"serving layers {first}:{end} of {file.name} on {place}"), soft_wrap=True
+                    )
                 async for _ in signals:
                     break
                 await server.drain(grace)
 
 
-@asynccontextmanager
-async def _opened(engine: LlamaEngine, **options: Any) -> AsyncGenerator[Runtime]:
-    with advising("fewer --sessions or a smaller --context, which take less memory, or another model"):
-        async with open_runtime(engine, **options) as runtime:
-            yield runtime
+async def _opened(stack: AsyncExitStack, engine: LlamaEngine, **options: Any) -> Runtime:
+    with (
+        advising("another model, or fewer --sessions or a smaller --context, which take less memory"),
+        advising("free space in the user's cache directory, or another one in XDG_CACHE_HOME", only=OSError),
+    ):
+        return await stack.enter_async_context(open_runtime(engine, **options))
 
 
 @asynccontextmanager
@@ -133,7 +141,8 @@ async def _metrics(where: str | None) -> AsyncGenerator[Callable[[ShardServer], 
     try:
         from hotkv_trio.serve.metrics import MetricsServer
     except ModuleNotFoundError as exc:
-        raise InvalidInput(f"--metrics needs {exc.name}: run: pip install 'hotkv-trio[metrics]'") from None
+        with advising("pip install 'hotkv-trio[metrics]', or no --metrics"):
+            raise InvalidInput(f"--metrics needs {exc.name}") from None
     answering = MetricsServer()
 
     def tell(server: ShardServer) -> None:
@@ -164,13 +173,21 @@ def _engine(
     threads: int | None,
 ) -> LlamaEngine:
     from hotkv_trio.llama import LlamaEngine
+    from hotkv_trio.llama._architectures import architecture_of, check_range
     from hotkv_trio.llama._facts import read_model_facts
 
     with advising(A_WHOLE_MODEL):
         facts = read_model_facts(file)
+    with advising("the file that it was cut from; with --layers, a server makes its own part of it"):
         facts.require_model()
-    with advising(f"hotkv-trio inspect {file}, which says where the model may be cut"):
+    where_to_cut = f"hotkv-trio inspect {file}, which says where the model may be cut"
+    with advising(where_to_cut):
         owned = facts.check_layers(None if layers is None else parse_layers(layers, facts.n_layer))
+    if owned != (0, facts.n_layer):
+        with advising("no --layers: one server for all of them"):
+            architecture_of(facts)
+        with advising(where_to_cut):
+            check_range(facts, owned)
     with advising(
         "another value of that option; hotkv-trio serve --help says what --sessions, --context and others are"
     ):

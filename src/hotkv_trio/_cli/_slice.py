@@ -5,11 +5,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from hotkv_trio._cli._advice import A_WHOLE_MODEL, advising
 from hotkv_trio._cli._arguments import AsJson, LayerRange, ModelFile, ShardFile, parse_layers
-from hotkv_trio._cli._output import bar, print_json
+from hotkv_trio._cli._output import bar, new_console, print_json
 from hotkv_trio._sizes import size
 
 if TYPE_CHECKING:
@@ -50,7 +48,7 @@ def slice_(
         print_json({"path": str(out), "layers": owned, "layer_count": facts.n_layer, "file_bytes": n_bytes})
     else:
         said = f"{out}: layers {owned[0]}:{owned[1]} of {facts.n_layer}, {size(n_bytes)}, in {seconds:.1f} s"
-        Console().print(said, markup=False, highlight=False, soft_wrap=True)
+        new_console().print(said, markup=False, highlight=False, soft_wrap=True)
 
 
 def _valid_cuts(facts: ModelFacts) -> str:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import attrs
 import trio
 from cyclopts import Parameter, validators
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
 from hotkv_trio._cli._advice import WHO_MAY, advising
-from hotkv_trio._cli._output import columns_table, plain
+from hotkv_trio._cli._output import columns_table, new_console, plain
 from hotkv_trio._cli._tls import client_context
 from hotkv_trio._sizes import rounded_size
 
@@ -58,7 +58,9 @@ async def top(
     with advising(WHO_MAY):
         shown = read_tokens(token_file)
     context = client_context(authority, certificate)
-    with advising("an address that hotkv-trio serve printed, and the same token"):
+    with advising(
+        "an address that hotkv-trio serve printed, the same token, and --authority if it has a --certificate"
+    ):
         async with AsyncExitStack() as stack:
             clients = [
                 await stack.enter_async_context(
@@ -67,7 +69,7 @@ async def top(
                 for where in connect
             ]
             before: list[_Seen] = []
-            console = Console()
+            console = new_console()
             nobody = "no sessions of this token" if shown else "no sessions of clients without a token"
             # Elsewhere than on a terminal there is nothing to write over: each look is printed.
             with Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:

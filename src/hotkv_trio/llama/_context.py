@@ -13,7 +13,7 @@ from hotkv_trio.llama._gguf import padded
 from hotkv_trio.llama._tap import make_tap
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
     from pathlib import Path
 
     from hotkv_trio._engine import Memory
@@ -176,8 +176,8 @@ class Context:
         self._made.close()
 
 
-def _failed(what: str, lines: Sequence[str]) -> NoReturn:
-    raise EngineFailed(None, f"{what}: {_log.last_error(lines)}")
+def _failed(what: str, lines: _log.Lines) -> NoReturn:
+    raise EngineFailed(None, f"{what}: {lines.why}")
 
 
 def _memory_kind(model: int, path: Path) -> Memory:

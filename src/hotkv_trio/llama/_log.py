@@ -11,7 +11,8 @@ import contextlib
 import logging
 import re
 import threading
-from typing import TYPE_CHECKING, Final
+from collections import UserList
+from typing import TYPE_CHECKING, Final, final
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -26,11 +27,26 @@ _LEVELS: Final = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logg
 """ggml's levels; 5 continues the line before."""
 
 _BUFFER: Final = re.compile(r"\b(KV|RS) buffer size = +([0-9.]+) MiB")
-_COMPLAINT: Final = re.compile(r"error|fail|invalid|unsupported|unknown|does not", re.IGNORECASE)
-
-
 _FORESEEN: Final = re.compile(r"adding \d+ dummy tokens")
 """What llama.cpp warns of wherever a file has no vocabulary, as no shard's has."""
+
+
+@final
+class Lines(UserList[str]):
+    """Lines of the log, in order."""
+
+    first_error: str | None = None
+
+    def take(self, line: str, level: int) -> None:
+        """Add one."""
+        if level >= logging.ERROR:
+            self.first_error = self.first_error or line
+        self.append(line)
+
+    @property
+    def why(self) -> str:
+        """What went wrong, in llama.cpp's own words: its errors after the first only say that something did."""
+        return self.first_error or "llama.cpp did not say why"
 
 
 class _PerThread(threading.local):
@@ -39,7 +55,7 @@ class _PerThread(threading.local):
     def __init__(self) -> None:
         self.level = logging.INFO
         self.text = ""
-        self.collected: list[str] | None = None
+        self.collected: Lines | None = None
 
 
 _thread = _PerThread()
@@ -68,15 +84,15 @@ def _finish(line: str) -> None:
     line = line.rstrip()
     if line.strip(" ."):
         if _thread.collected is not None:
-            _thread.collected.append(line)
+            _thread.collected.take(line, _thread.level)
         LOGGER.log(logging.DEBUG if _FORESEEN.search(line) else _thread.level, "%s", line)
 
 
 @contextlib.contextmanager
-def collected_lines() -> Generator[list[str]]:
+def collected_lines() -> Generator[Lines]:
     """Collect the lines that llama.cpp logs in this thread while the block runs."""
     before = _thread.collected
-    lines: list[str] = []
+    lines = Lines()
     _thread.collected = lines
     try:
         yield lines
@@ -93,9 +109,3 @@ def value(lines: Sequence[str], name: str) -> str | None:
     """Return what the last line ``name = value`` says; None: no line does."""
     pattern = re.compile(rf"\b{re.escape(name)} += (\w+)")
     return next((found[1] for line in reversed(lines) if (found := pattern.search(line))), None)
-
-
-def last_error(lines: Sequence[str]) -> str:
-    """Return llama.cpp's own word for what went wrong: the last line of a failed load that speaks of it."""
-    said = [line for line in lines if _COMPLAINT.search(line)]
-    return (said or lines or ["llama.cpp did not say why"])[-1]

@@ -38,7 +38,7 @@ class Vocabulary:
         with _log.collected_lines() as lines:
             model = _ffi.load_model(path, vocab_only=True)
         if model is None:
-            raise InvalidInput(f"{path}: no vocabulary: {_log.last_error(lines)}")
+            raise InvalidInput(f"{path}: no vocabulary: {lines.why}")
         if not _ffi.has_text(model):
             _ffi.free_model(model)
             raise InvalidInput(f"{path}: the model has no vocabulary; it takes and gives numbers only")

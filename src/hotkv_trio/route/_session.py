@@ -194,7 +194,10 @@ class RouteSession:
                 if self._is_final(exc) or attempts >= self._policy.max_attempts:
                     raise
                 delay = min(_FIRST_DELAY * 2 ** (attempts - 1), _LAST_DELAY) * (0.5 + self._policy.jitter() / 2)
-                logger.info("route session lost (%s); attempt %d in %.2f s", exc.code, attempts + 1, delay)
+                logger.info(
+                    "a route session lost a shard",
+                    extra={"code": exc.code, "attempt": attempts + 1, "delay": round(delay, 2)},
+                )
                 await trio.sleep(delay)
             else:
                 self._calls.append(call)

@@ -7,7 +7,7 @@ import ipaddress
 import os
 import re
 import stat
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, final
 
 import attrs
@@ -17,7 +17,7 @@ from hotkv_trio._errors import InvalidInput
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
 
 _PROBES = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 30_000))
 """Seconds, and milliseconds for the last; not every system has all."""
@@ -72,18 +72,32 @@ async def open_listeners(
         InvalidInput: the address is beyond loopback and there is no token, or neither TLS nor ``insecure``.
         OSError: it cannot be had.
     """
-    if isinstance(where, UnixAddress):
-        listeners: Sequence[trio.abc.Listener[trio.SocketStream]] = [await _open_unix_listener(where.path)]
-    else:
-        found = await trio.socket.getaddrinfo(
-            where.host, where.port, type=trio.socket.SOCK_STREAM, flags=trio.socket.AI_PASSIVE
-        )
-        if not all(is_loopback(str(sockaddr[0])) for *_, sockaddr in found):
-            require_safe(str(where), has_token=has_token, encrypted=ssl_context is not None, insecure=insecure)
-        listeners = await trio.open_tcp_listeners(where.port, host=where.host)
+    with _naming(where):
+        if isinstance(where, UnixAddress):
+            listeners: Sequence[trio.abc.Listener[trio.SocketStream]] = [await _open_unix_listener(where.path)]
+        else:
+            found = await trio.socket.getaddrinfo(
+                where.host, where.port, type=trio.socket.SOCK_STREAM, flags=trio.socket.AI_PASSIVE
+            )
+            if not all(is_loopback(str(sockaddr[0])) for *_, sockaddr in found):
+                require_safe(str(where), has_token=has_token, encrypted=ssl_context is not None, insecure=insecure)
+            listeners = await trio.open_tcp_listeners(where.port, host=where.host)
     if ssl_context is None:
         return listeners
     return [trio.SSLListener(listener, ssl_context, https_compatible=True) for listener in listeners]
+
+
+@contextmanager
+def _naming(where: TCPAddress | UnixAddress) -> Generator[None]:
+    """Say in an error of the system which address it is about."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            # Python's own, of a path that is too long, has no room for one.
+            raise OSError(errno.ENAMETOOLONG, str(error), str(where)) from error
+        error.filename = error.filename or str(where)
+        raise
 
 
 async def connect(

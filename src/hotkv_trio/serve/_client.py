@@ -10,6 +10,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import ssl
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar, cast, final
 
@@ -32,7 +34,6 @@ from hotkv_trio.serve._refusals import error_of
 from hotkv_trio.serve._tensors import Array, HiddenDtype, to_wire
 
 if TYPE_CHECKING:
-    import ssl
     from collections.abc import AsyncGenerator, Callable
 
     from hotkv_trio._engine import Output, Rows
@@ -48,6 +49,8 @@ _PINGS = 4
 """Pings in the time after which the server takes a silent client for gone."""
 _FRAME_OVERHEAD = 1024
 """Bytes of a request's header, at most, for reckoning against the server's limits."""
+_NO_TLS = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"})
+"""What OpenSSL, of one version or another, calls an answer that is none of TLS."""
 
 
 @attrs.define(eq=False)
@@ -561,7 +564,7 @@ async def open_shard_client(
         try:
             stream = await connect(address, has_token=token is not None, ssl_context=ssl_context, insecure=insecure)
         except (OSError, trio.BrokenResourceError) as exc:
-            raise ConnectionLost(f"cannot connect to {address}: {exc.__cause__ or exc}") from exc
+            raise ConnectionLost(f"cannot connect to {address}: {_why(exc)}") from exc
     else:
         stream = where
     try:
@@ -589,7 +592,9 @@ async def _greet(stream: trio.abc.Stream, end: ClientEnd, hello: bytes) -> m.Wel
     except (trio.BrokenResourceError, trio.ClosedResourceError) as exc:
         raise ConnectionLost(f"no welcome: {exc.__cause__ or exc}") from exc
     if event is CLOSED:
-        raise ConnectionLost("the server closed the connection without a welcome")
+        # Of a handshake that fails at its end, an end may be all that is seen at this one.
+        may_want = "a certificate of the client's" if isinstance(stream, trio.SSLStream) else "TLS"
+        raise ConnectionLost(f"the server closed the connection without a welcome; it may want {may_want}")
     message = event.message
     if not isinstance(message, m.Welcome):
         if isinstance(message, m.Reply):
@@ -598,6 +603,19 @@ async def _greet(stream: trio.abc.Stream, end: ClientEnd, hello: bytes) -> m.Wel
     if message.recipe_digest != message.recipe.digest():
         raise ProtocolError("the server's digest is not that of its recipe")
     return message
+
+
+def _why(error: BaseException) -> str:
+    """Return why there is no connection, in a few words."""
+    cause = error.__cause__ or error
+    if isinstance(cause, BaseExceptionGroup):
+        # One for each address that the name stands for.
+        return ", ".join(dict.fromkeys(map(_why, cause.exceptions)))
+    if isinstance(cause, ssl.SSLError):
+        return f"it does not speak TLS: {cause}" if cause.reason in _NO_TLS else str(cause)
+    # trio's text names the address once more; what is no number of the system's, as a resolver's, has a text alone.
+    number = cause.errno if isinstance(cause, OSError) else None
+    return os.strerror(number) if number and number > 0 else str(cause)
 
 
 def _length_after(reply: m.Reply, length: int) -> int:

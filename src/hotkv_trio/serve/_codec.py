@@ -12,6 +12,7 @@ Request ids grow from frame to frame, so that a frame that comes twice, or out o
 from __future__ import annotations
 
 import enum
+import re
 import struct
 from typing import TYPE_CHECKING, Final, Generic, TypeVar, final
 
@@ -35,6 +36,12 @@ PREFIX = struct.Struct(">II")
 MAX_FRAME = 2**32 - 1
 _TOGETHER = 65_536
 """Bytes up to which a copy costs less than another call of the system."""
+
+_FOREIGN: Final = {
+    "HTTP": re.compile(rb"HTTP/|(GET|HEAD|POST|PUT|DELETE|OPTIONS|PATCH|PRI) "),
+    "TLS": re.compile(rb"[\x15\x16]\x03"),
+}
+"""How what is often spoken by mistake begins: read as lengths, more than anybody sends."""
 
 
 @final
@@ -99,6 +106,9 @@ def joined(frames: Sequence[bytes]) -> Sequence[bytes]:
 class _End(Generic[MessageT]):
     """What both ends have in common: a buffer, and whole frames out of it."""
 
+    _is: str
+    """What the peer of this end is."""
+
     def __init__(self, decoder: msgspec.msgpack.Decoder[MessageT], *, max_frame: int, max_header: int) -> None:
         self._decoder = decoder
         self._max_frame = max_frame
@@ -154,7 +164,8 @@ class _End(Generic[MessageT]):
             raise self._fail("a frame without a header")
         if total > self._max_frame or n_header > self._max_header:
             raise self._fail(
-                f"a frame of {n_header} + {n_tensor} bytes; at most {self._max_header} of header,"
+                self._foreign()
+                or f"a frame of {n_header} + {n_tensor} bytes; at most {self._max_header} of header,"
                 f" {self._max_frame} in all"
             )
         if len(self._buffer) < total:
@@ -182,8 +193,15 @@ class _End(Generic[MessageT]):
         if not self._ended:
             return NEED_DATA
         if self._buffer:
-            raise self._fail("the connection ended within a frame")
+            raise self._fail(self._foreign() or "the connection ended within a frame")
         return CLOSED
+
+    def _foreign(self) -> str | None:
+        """Return which other protocol is spoken, as far as can be told; None: it may be this one."""
+        spoken = next((name for name, begin in _FOREIGN.items() if begin.match(self._buffer)), None)
+        if spoken is None or self._state is State.OPEN:
+            return None
+        return f"the peer is no {self._is}, it speaks {spoken}"
 
     def _require_sound(self) -> None:
         if self._error is not None:
@@ -201,6 +219,8 @@ class ServerEnd(_End[m.ClientMessage]):
     Args:
         max_frame: bytes of a frame that is taken once the client is welcome.
     """
+
+    _is = "client of shards"
 
     def __init__(self, *, max_frame: int) -> None:
         super().__init__(_CLIENT_MESSAGES, max_frame=MAX_HELLO, max_header=MAX_HELLO)
@@ -252,6 +272,8 @@ class ClientEnd(_End[m.ServerMessage]):
     Args:
         max_frame: bytes of a frame that is taken.
     """
+
+    _is = "shard server"
 
     def __init__(self, *, max_frame: int) -> None:
         max_frame = min(max_frame, MAX_FRAME)

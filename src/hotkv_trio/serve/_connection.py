@@ -110,7 +110,8 @@ class Connection:
             await self._serve()
         except* (trio.BrokenResourceError, trio.ClosedResourceError) as group:
             self._server.dropped += 1
-            self._log.info("a connection broke", extra={"reason": str(_first(group)) or "reset by the peer"})
+            error = _first(group)
+            self._log.info("a connection broke", extra={"reason": str(error.__cause__ or error) or "reset by the peer"})
         except* ProtocolError as group:
             self._server.dropped += 1
             error = _first(group)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 MIN_TOKEN = 16
 """Characters."""
+_SHORT = f"a token is text of at least {MIN_TOKEN} characters"
 TOKEN_VARIABLE = "HOTKV_TOKEN"  # noqa: S105 - the name of a variable
 ANYBODY = ""
 """The principal of a server without tokens."""
@@ -25,15 +26,22 @@ def read_tokens(path: str | os.PathLike[str] | None = None) -> list[str]:
     """Return the tokens in a file, one a line, or without one in ``HOTKV_TOKEN``; empty lines and ``#`` are skipped.
 
     Raises:
-        InvalidInput: one is too short, or the file is no text.
+        InvalidInput: one is too short; or the file is no text, or holds none.
         OSError: the file cannot be read.
     """
     try:
         text = os.environ.get(TOKEN_VARIABLE, "") if path is None else Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise InvalidInput(f"{path} holds no tokens: it is no text in UTF-8") from None
-    lines = (line.strip() for line in text.splitlines())
-    return check_tokens(line for line in lines if line and not line.startswith("#"))
+    numbered = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
+    found = [(number, line) for number, line in numbered if line and not line.startswith("#")]
+    for number, line in found:
+        if len(line) < MIN_TOKEN:
+            raise InvalidInput(f"line {number} of {path or TOKEN_VARIABLE}: {_SHORT}")
+    if path is not None and not found:
+        # Who names a file wants tokens to be asked for.
+        raise InvalidInput(f"{path} holds no tokens")
+    return [line for _, line in found]
 
 
 def check_tokens(tokens: Iterable[Any]) -> list[str]:
@@ -44,7 +52,7 @@ def check_tokens(tokens: Iterable[Any]) -> list[str]:
     """
     checked = list(tokens)
     if any(not isinstance(token, str) or len(token) < MIN_TOKEN for token in checked):
-        raise InvalidInput(f"a token is text of at least {MIN_TOKEN} characters")
+        raise InvalidInput(_SHORT)
     return checked
 
 

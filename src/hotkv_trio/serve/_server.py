@@ -204,6 +204,8 @@ class ShardServer:
         Requests that were received are answered, later ones are refused with `ShardDraining`.  What has not ended
         after ``patience`` seconds is cancelled.  After `trio.Cancelled` the server still drains, without end.
         """
+        if not self._draining.is_set():
+            logger.info("the server drains", extra={"connections": len(self._connections)})
         self._draining.set()
         for accepting in self._accepting:
             accepting.cancel(reason="the server is draining")

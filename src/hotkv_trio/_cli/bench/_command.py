@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 import attrs
 import trio
 from cyclopts import Parameter, validators
-from rich.console import Console
 
 from hotkv_trio._cli._advice import A_WHOLE_MODEL, advising
 from hotkv_trio._cli._arguments import AsJson, to_path
-from hotkv_trio._cli._output import print_json
+from hotkv_trio._cli._output import new_console, print_json
 from hotkv_trio._cli._progress import Progress
 from hotkv_trio._errors import InvalidInput
 
@@ -74,7 +73,7 @@ async def bench(
     measured: list[Findings] = []
     with_bars = model is not None and not quick
     with ExitStack() as stack:
-        progress = stack.enter_context(Progress(Console(stderr=True)))
+        progress = stack.enter_context(Progress(new_console(stderr=True)))
         name = "tiny random model"
         if model is None:
             from hotkv_trio.llama._tiny_gguf import build_tiny_gguf
@@ -105,7 +104,7 @@ async def bench(
     if json_:
         print_json({"on": _machine(name, threads, before), "suites": [found.as_dict() for found in measured]})
     else:
-        show_all(measured, Console(), with_bars=with_bars)
+        show_all(measured, new_console(), with_bars=with_bars)
 
 
 def _suites() -> Mapping[Suite, Callable[[Setting], Awaitable[Findings]]]:

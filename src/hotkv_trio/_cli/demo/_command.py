@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter, validators
-from rich.console import Console
 
 from hotkv_trio._cli._arguments import AsJson, to_path
-from hotkv_trio._cli._output import print_json
+from hotkv_trio._cli._output import new_console, print_json
 from hotkv_trio._cli._progress import Progress
 from hotkv_trio._cli.demo._display import show
 from hotkv_trio._cli.demo._prompts import random_prompts, text_prompts
@@ -51,7 +50,7 @@ async def demo(
         How many each generates.
     """
     with ExitStack() as stack:
-        progress = stack.enter_context(Progress(Console(stderr=True), "{task.completed:.0f} tokens"))
+        progress = stack.enter_context(Progress(new_console(stderr=True), "{task.completed:.0f} tokens"))
         threads = None
         if model is None:
             from hotkv_trio.llama._tiny_gguf import build_tiny_gguf
@@ -64,7 +63,7 @@ async def demo(
     if json_:
         print_json(facts.as_dict())
     else:
-        show(facts, Console())
+        show(facts, new_console())
     return 0 if facts.ok else 1
 
 
