@@ -147,7 +147,7 @@ def test_wrong_arguments(shell: Shell, tmp_path: Path, monkeypatch: pytest.Monke
         assert "core: " not in absent.err
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert shell("bench", "--quick", "--plots", tmp_path).is_refusal(
-        "matplotlib", "pip install 'hotkv-trio[cli,bench]'"
+        "matplotlib", "pip install '.[cli,bench]' in hotkv-trio's folder"
     )
 
 

@@ -128,7 +128,18 @@ def test_wrong_usage_says_where_help_is(shell: Shell, arguments: list[str], next
     assert called.err.splitlines()[-1] == f"Next: {next_} says what there is."
 
 
-@pytest.mark.parametrize("command", [["inspect"], *([name, "--model"] for name in ("doctor", "demo", "bench"))])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["inspect"],
+        *([name, "--model"] for name in ("doctor", "demo", "bench", "generate")),
+        *(
+            ["serve", "m.gguf", "--listen", "unix:s", option]
+            for option in ("--token-file", "--certificate", "--client-authority")
+        ),
+        *(["top", "--connect", "unix:s", option] for option in ("--token-file", "--certificate", "--authority")),
+    ],
+)
 def test_an_empty_path_is_not_the_folder_where_one_is(shell: Shell, command: list[str]) -> None:
     called = shell(*command, "")
     assert called.status == 2

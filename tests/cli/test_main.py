@@ -72,7 +72,9 @@ def test_a_number_that_makes_no_sense_is_refused_before_anything_is_done(shell: 
 def test_bytes_are_written_as_elsewhere(shell: Shell, tmp_path: Path) -> None:
     model = build_tiny_gguf(tmp_path / "m.gguf")
     serving = ("serve", model, "--listen", f"unix:{tmp_path / 's'}", "--context", 256)
-    assert shell(*serving, "--budget", "1.5KiB").is_refusal("--budget 1536: one session", "--budget ")
+    assert shell(*serving, "--budget", "1.5KiB").is_refusal(
+        "--budget 1,536 B (1.5 KiB): one session of 256 tokens takes", "--budget "
+    )
     unknown = shell(*serving, "--budget", "plenty")
     assert unknown.status == 2
     assert "Invalid value for --budget: 'plenty' is no size in bytes" in unknown.err
@@ -139,7 +141,9 @@ def test_missing_extra(missing: str, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert main(["demo"]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err == f"hotkv-trio: the command line needs {missing}; run: pip install 'hotkv-trio[cli]'\n"
+    assert (
+        said.err == f"hotkv-trio: the command line needs {missing}; run: pip install '.[cli]' in hotkv-trio's folder\n"
+    )
 
 
 def test_other_missing_modules_are_not_taken_for_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

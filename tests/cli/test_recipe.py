@@ -62,7 +62,7 @@ def test_what_takes_long_is_said_and_done_once(shell: Shell, tmp_path: Path) -> 
 
 def test_a_shard_file_is_refused_as_a_model(shell: Shell, tmp_path: Path) -> None:
     called = shell("recipe", tiny_shard(tmp_path))
-    assert called.is_refusal("is a shard (layers 1:3)", "whole GGUF file"), called
+    assert called.is_refusal("is a shard (layers 1:3)", "the file that it was cut from"), called
 
 
 @pytest.mark.parametrize(

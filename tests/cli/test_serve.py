@@ -81,4 +81,11 @@ def test_metrics_without_the_extra(serve: Callable[..., Called], monkeypatch: py
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     called = serve("m.gguf", "--metrics", "127.0.0.1:0")
-    assert called.is_refusal("--metrics needs prometheus_client", "pip install 'hotkv-trio[metrics]'")
+    assert called.is_refusal("--metrics needs prometheus_client", "pip install '.[metrics]' in hotkv-trio's folder")
+
+
+@pytest.mark.parametrize("option", ["--sessions", "--context", "--threads", "--prefill-chunk"])
+def test_none_of_what_there_must_be_some_is_refused_by_its_option(shell: Shell, option: str) -> None:
+    called = shell("serve", "m.gguf", "--listen", "unix:s", option, "0")
+    assert called.status == 2
+    assert f"for {option}. Must be > 0" in called.err

@@ -29,7 +29,7 @@ def test_without_ray_it_says_how_to_get_it() -> None:
         "try: trio.run(discover, 'x')\n"
         "except hotkv_trio.InvalidInput as error: print(error)"
     )
-    assert "pip install 'hotkv-trio[ray]'" in said
+    assert "pip install '.[ray]' in hotkv-trio's folder" in said
 
 
 def test_names_say_what_they_are_of() -> None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 A_WHOLE_MODEL = "a whole GGUF file that can be read; one that was cut short or damaged has to be fetched again"
 _A_PATH = "the path of a whole GGUF file"
+WHAT_IT_WAS_CUT_FROM = "the file that it was cut from; with --layers, one takes a part of it"
 WHO_MAY = "a --token-file that can be read, one token of 16 characters or more in a line; or the same in HOTKV_TOKEN"
 
 

@@ -46,8 +46,12 @@ OptionalModelFile: TypeAlias = Annotated[
 ShardFile: TypeAlias = Annotated[
     Path, Parameter(name="--out", converter=to_path, help="Where to write the shard; replaced only once it is whole.")
 ]
+OptionalPath: TypeAlias = Annotated[Path | None, Parameter(converter=to_path)]
+"""Its help is its own."""
 Bytes: TypeAlias = Annotated[int | None, Parameter(converter=_bytes, validator=SOME)]
 """As 8GiB, 512MiB, 16GB or 1000; its help is its own."""
+Some: TypeAlias = Annotated[int, Parameter(validator=SOME)]
+"""One or more; its help is its own."""
 LayerRange: TypeAlias = Annotated[
     str, Parameter(name="--layers", help="First layer and one past the last, as 0:15; 15: goes on to the last one.")
 ]

@@ -16,6 +16,7 @@ from hotkv_trio._cli._advice import A_WHOLE_MODEL, advising
 from hotkv_trio._cli._arguments import (  # ruff: ignore[typing-only-first-party-import]
     AsJson,
     ModelFile,
+    Some,
     TypeK,
     TypeV,
 )
@@ -36,7 +37,8 @@ Address: TypeAlias = Annotated[
 Patience: TypeAlias = Annotated[float, Parameter(name="--patience", help="Seconds until what is started serves.")]
 
 _A_CLUSTER = (
-    "ray start --head here, or ray start --address HEAD:6379 to join one; pip install 'hotkv-trio[ray]' brings Ray"
+    "ray start --head here, or ray start --address HEAD:6379 to join one; pip install '.[ray]' in hotkv-trio's folder"
+    " brings Ray"
 )
 _ROOM = "hotkv-trio cluster status NAME and ray status, which say what there is; smaller shards; or more nodes"
 
@@ -49,16 +51,16 @@ async def up(
     /,
     *,
     name: Annotated[str, Parameter(help="Of the deployment; not in use yet.")],
-    shards: Annotated[int, Parameter(help="Into how many shards the model is cut.")],
+    shards: Annotated[Some, Parameter(help="Into how many shards the model is cut.")],
     replicas: Annotated[str, Parameter(help="Of each shard, as 2,1,1; a single number is for all.")] = "1",
     memory: Annotated[
         str, Parameter(help="Bytes that each shard may use of its node, in order, as 8GiB,16GiB; one is for all.")
     ] = "",
-    sessions: Annotated[int, Parameter(help="Hot sessions side by side, on each replica.")] = 4,
-    context: Annotated[int, Parameter(help="Tokens of one session.")] = 4096,
+    sessions: Annotated[Some, Parameter(help="Hot sessions side by side, on each replica.")] = 4,
+    context: Annotated[Some, Parameter(help="Tokens of one session.")] = 4096,
     type_k: TypeK = "f16",
     type_v: TypeV = "f16",
-    threads: Annotated[int, Parameter(help="CPU threads of a replica.")] = 1,
+    threads: Annotated[Some, Parameter(help="CPU threads of a replica.")] = 1,
     cpus: Annotated[float | None, Parameter(help="What Ray counts a replica as; else its threads.")] = None,
     exact: Annotated[bool, Parameter(negative=(), help="One session in each native call.")] = False,
     resource: Annotated[

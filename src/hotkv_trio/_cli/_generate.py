@@ -9,9 +9,10 @@ import sys
 from pathlib import Path  # ruff: ignore[typing-only-standard-library-import]
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import Parameter, validators
+from cyclopts import Parameter
 
 from hotkv_trio._cli._advice import A_WHOLE_MODEL, WHO_MAY, advising
+from hotkv_trio._cli._arguments import OptionalPath, Some, to_path
 from hotkv_trio._cli._tls import client_context
 from hotkv_trio._errors import ContextFull, EngineFailed, InvalidInput
 
@@ -40,16 +41,16 @@ async def generate(
         Parameter(consume_multiple=True, negative=(), help="Addresses of shards, in the order of their layers."),
     ] = None,
     cluster: Annotated[str | None, Parameter(help="Instead: a deployment of hotkv-trio cluster, by its name.")] = None,
-    model: Annotated[Path, Parameter(help="The model's GGUF file, for its vocabulary alone.")],
+    model: Annotated[Path, Parameter(converter=to_path, help="The model's GGUF file, for its vocabulary alone.")],
     prompt: Annotated[str, Parameter(help="Text to go on from.")],
-    tokens: Annotated[int, Parameter(validator=validators.Number(gt=0), help="How many to generate at most.")] = 64,
+    tokens: Annotated[Some, Parameter(help="How many to generate at most.")] = 64,
     replay: Annotated[
         Literal["exact", "fast"], Parameter(help="How a history that a shard has lost is put back.")
     ] = "exact",
-    token_file: Annotated[Path | None, Parameter(help="A token to show, in a file; else that in HOTKV_TOKEN.")] = None,
-    authority: Annotated[Path | None, Parameter(help="PEM file of the authority to trust: TLS.")] = None,
+    token_file: Annotated[OptionalPath, Parameter(help="A token to show, in a file; else that in HOTKV_TOKEN.")] = None,
+    authority: Annotated[OptionalPath, Parameter(help="PEM file of the authority to trust: TLS.")] = None,
     certificate: Annotated[
-        Path | None, Parameter(help="PEM file of a certificate chain and its key, where servers want one.")
+        OptionalPath, Parameter(help="PEM file of a certificate chain and its key, where servers want one.")
     ] = None,
     insecure: Annotated[
         bool, Parameter(negative=(), help="Allow a token to travel in plain text beyond this machine.")
@@ -91,8 +92,9 @@ async def generate(
             advising("the log of the server that failed, which says more", only=EngineFailed),
         ):
             async with open_route(shards, replay=replay) as opened:
+                _check_vocabulary(opened, vocabulary)
                 _check_room(opened, given)
-                with _told_of_outages(), advising(_THEIRS, only=InvalidInput):
+                with _told_of_outages():
                     await _stream(opened, vocabulary, given, tokens)
     finally:
         vocabulary.close()
@@ -115,6 +117,13 @@ async def _deployed(name: str, context: ssl.SSLContext | None) -> Sequence[Shard
 
     with advising(f"hotkv-trio cluster status {name}, on a machine that has joined the Ray cluster"):
         return await deployed_shards(name, ssl_context=context)
+
+
+def _check_vocabulary(route: Route, vocabulary: Vocabulary) -> None:
+    theirs, ours = route.infos[0].n_vocab, vocabulary.n_vocab
+    if theirs != ours:
+        with advising(_THEIRS):
+            raise InvalidInput(f"the vocabulary of --model has {ours:,} tokens, that of the shards {theirs:,}")
 
 
 def _check_room(route: Route, given: Sequence[int]) -> None:

@@ -23,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         missing = (error.name or "").partition(".")[0]
         if missing not in _EXTRA:
             raise
-        sys.stderr.write(f"hotkv-trio: the command line needs {missing}; run: pip install 'hotkv-trio[cli]'\n")
+        sys.stderr.write(
+            f"hotkv-trio: the command line needs {missing}; run: pip install '.[cli]' in hotkv-trio's folder\n"
+        )
         return 2
     return run(sys.argv[1:] if arguments is None else arguments)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import attrs
 from cyclopts import Parameter
 
-from hotkv_trio._cli._advice import A_WHOLE_MODEL, advising
+from hotkv_trio._cli._advice import A_WHOLE_MODEL, WHAT_IT_WAS_CUT_FROM, advising
 from hotkv_trio._cli._arguments import SOME, AsJson, ModelFile, OptionalLayerRange, TypeK, TypeV, parse_layers
 from hotkv_trio._cli._output import bar, print_facts, print_json
 
@@ -51,6 +51,7 @@ def _opened_recipe(file: Path, layers: str | None, context: int, types: tuple[KV
 
     with advising(A_WHOLE_MODEL):
         facts = read_model_facts(file)
+    with advising(WHAT_IT_WAS_CUT_FROM):
         facts.require_model()
     with advising(f"hotkv-trio inspect {file}, which says where the model may be cut"):
         owned = facts.check_layers(None if layers is None else parse_layers(layers, facts.n_layer))

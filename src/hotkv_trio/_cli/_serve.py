@@ -12,13 +12,24 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import trio
 from cyclopts import Parameter, validators
 
-from hotkv_trio._cli._advice import A_WHOLE_MODEL, WHO_MAY, advising
-from hotkv_trio._cli._arguments import Bytes, ModelFile, OptionalLayerRange, TypeK, TypeV, parse_layers
+from hotkv_trio._cli._advice import A_WHOLE_MODEL, WHAT_IT_WAS_CUT_FROM, WHO_MAY, advising
+from hotkv_trio._cli._arguments import (
+    SOME,
+    Bytes,
+    ModelFile,
+    OptionalLayerRange,
+    OptionalPath,
+    Some,
+    TypeK,
+    TypeV,
+    parse_layers,
+)
 from hotkv_trio._cli._output import new_console, plain
 from hotkv_trio._cli._tls import server_context
 from hotkv_trio._errors import InvalidInput
 from hotkv_trio._nursery import open_body_nursery
 from hotkv_trio._runtime import open_runtime
+from hotkv_trio._sizes import size
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
@@ -27,7 +38,6 @@ if TYPE_CHECKING:
     from hotkv_trio.llama import KVType, LlamaEngine
     from hotkv_trio.serve import ShardServer
 
-_SOME = validators.Number(gt=0)
 _FREE = "another port, or port 0 for any that is free; unix:PATH in a folder that exists"
 _SAFE = "127.0.0.1:PORT, or unix:PATH in a folder that exists; beyond this machine: --token-file and --certificate"
 
@@ -43,26 +53,26 @@ async def serve(
         ),
     ],
     layers: OptionalLayerRange = None,
-    sessions: Annotated[int, Parameter(help="Hot sessions side by side.")] = 4,
-    context: Annotated[int, Parameter(help="Tokens of one session.")] = 4096,
+    sessions: Annotated[Some, Parameter(help="Hot sessions side by side.")] = 4,
+    context: Annotated[Some, Parameter(help="Tokens of one session.")] = 4096,
     type_k: TypeK = "f16",
     type_v: TypeV = "f16",
-    threads: Annotated[int | None, Parameter(help="CPU threads; else one for each processor.")] = None,
+    threads: Annotated[int | None, Parameter(validator=SOME, help="CPU threads; else one for each processor.")] = None,
     exact: Annotated[bool, Parameter(negative=(), help="One session in each native call.")] = False,
-    prefill_chunk: Annotated[int, Parameter(validator=_SOME, help="Tokens of a prefill in one native call.")] = 128,
+    prefill_chunk: Annotated[Some, Parameter(help="Tokens of a prefill in one native call.")] = 128,
     budget: Annotated[
         Bytes,
         Parameter(help="Bytes of KV that all sessions together may hold, as 8GiB: those of one at least."),
     ] = None,
     idle_ttl: Annotated[
-        float, Parameter(validator=_SOME, help="Seconds after which an idle session loses its KV.")
+        float, Parameter(validator=SOME, help="Seconds after which an idle session loses its KV.")
     ] = 600.0,
     token_file: Annotated[
-        Path | None, Parameter(help="Tokens of clients, one a line; else those in HOTKV_TOKEN.")
+        OptionalPath, Parameter(help="Tokens of clients, one a line; else those in HOTKV_TOKEN.")
     ] = None,
-    certificate: Annotated[Path | None, Parameter(help="PEM file of a certificate chain and its key: TLS.")] = None,
+    certificate: Annotated[OptionalPath, Parameter(help="PEM file of a certificate chain and its key: TLS.")] = None,
     client_authority: Annotated[
-        Path | None, Parameter(help="PEM file: clients need a certificate of this authority.")
+        OptionalPath, Parameter(help="PEM file: clients need a certificate of this authority.")
     ] = None,
     insecure: Annotated[bool, Parameter(negative=(), help="Allow plain TCP beyond this machine.")] = False,
     grace: Annotated[
@@ -74,7 +84,7 @@ async def serve(
     silence: Annotated[
         float,
         Parameter(
-            validator=_SOME,
+            validator=SOME,
             help="Seconds after which a client of whom nothing comes, not even a ping, counts as gone.",
         ),
     ] = 60.0,
@@ -106,7 +116,7 @@ async def serve(
             )
             if budget is not None and budget < (needed := runtime.info.slot_bytes):
                 with advising(f"--budget {needed} or more, or a smaller --context"):
-                    raise InvalidInput(f"--budget {budget}: one session of {context} tokens takes {needed} bytes")
+                    raise InvalidInput(f"--budget {size(budget)}: one session of {context} tokens takes {size(needed)}")
             server = ShardServer(runtime, tokens=tokens, limits=Limits(silence_timeout=silence))
             tell(server)
             async with trio.open_nursery() as nursery:
@@ -141,7 +151,7 @@ async def _metrics(where: str | None) -> AsyncGenerator[Callable[[ShardServer], 
     try:
         from hotkv_trio.serve.metrics import MetricsServer
     except ModuleNotFoundError as exc:
-        with advising("pip install 'hotkv-trio[metrics]', or no --metrics"):
+        with advising("pip install '.[metrics]' in hotkv-trio's folder, or no --metrics"):
             raise InvalidInput(f"--metrics needs {exc.name}") from None
     answering = MetricsServer()
 
@@ -178,7 +188,7 @@ def _engine(
 
     with advising(A_WHOLE_MODEL):
         facts = read_model_facts(file)
-    with advising("the file that it was cut from; with --layers, a server makes its own part of it"):
+    with advising(WHAT_IT_WAS_CUT_FROM):
         facts.require_model()
     where_to_cut = f"hotkv-trio inspect {file}, which says where the model may be cut"
     with advising(where_to_cut):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack, nullcontext
-from pathlib import Path  # ruff: ignore[typing-only-standard-library-import]
 from typing import TYPE_CHECKING, Annotated
 
 import attrs
@@ -14,6 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from hotkv_trio._cli._advice import WHO_MAY, advising
+from hotkv_trio._cli._arguments import OptionalPath  # ruff: ignore[typing-only-first-party-import]
 from hotkv_trio._cli._output import columns_table, new_console, plain
 from hotkv_trio._cli._tls import client_context
 from hotkv_trio._sizes import rounded_size
@@ -43,10 +43,10 @@ async def top(
     looks: Annotated[
         int | None, Parameter(validator=validators.Number(gte=1), help="How often to look; else until interrupted.")
     ] = None,
-    token_file: Annotated[Path | None, Parameter(help="A token to show, in a file; else that in HOTKV_TOKEN.")] = None,
-    authority: Annotated[Path | None, Parameter(help="PEM file of the authority to trust: TLS.")] = None,
+    token_file: Annotated[OptionalPath, Parameter(help="A token to show, in a file; else that in HOTKV_TOKEN.")] = None,
+    authority: Annotated[OptionalPath, Parameter(help="PEM file of the authority to trust: TLS.")] = None,
     certificate: Annotated[
-        Path | None, Parameter(help="PEM file of a certificate chain and its key, where servers want one.")
+        OptionalPath, Parameter(help="PEM file of a certificate chain and its key, where servers want one.")
     ] = None,
     insecure: Annotated[
         bool, Parameter(negative=(), help="Allow a token to travel in plain text beyond this machine.")

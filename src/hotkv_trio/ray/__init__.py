@@ -1,7 +1,7 @@
 """Many machines: Ray places a model's shards, finds them, and brings them back.
 
 Ray does no more than that.  Hidden states travel between shards and clients as always, over the wire of
-`hotkv_trio.serve`.  Ray is an extra, ``pip install 'hotkv-trio[ray]'``, and is imported when it is first needed.
+`hotkv_trio.serve`.  Ray is an extra, ``ray``, and is imported when it is first needed.
 """
 
 from hotkv_trio.llama._planning import PlannedShard as PlannedShard

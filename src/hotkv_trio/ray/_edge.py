@@ -288,5 +288,5 @@ def _ray() -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "ray":
             raise
-        raise InvalidInput("Ray is not installed here: pip install 'hotkv-trio[ray]'") from None
+        raise InvalidInput("Ray is not installed here: pip install '.[ray]' in hotkv-trio's folder") from None
     return ray

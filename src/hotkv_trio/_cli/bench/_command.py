@@ -132,7 +132,7 @@ def _suites() -> Mapping[Suite, Callable[[Setting], Awaitable[Findings]]]:
 def _check_plots(folder: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         error = InvalidInput("plots need matplotlib, which is not installed")
-        error.add_note("pip install 'hotkv-trio[cli,bench]', or leave --plots out")
+        error.add_note("pip install '.[cli,bench]' in hotkv-trio's folder, or leave --plots out")
         raise error
     folder.mkdir(parents=True, exist_ok=True)
 
