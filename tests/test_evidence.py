@@ -5,11 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
-
-record = pytest.importorskip("evidence.record", reason="a source distribution has no records")
+from evidence import record
+from evidence.mutants.faults import FAULTS
 
 ROOT = Path(__file__).parents[1]
 README = "- made once\n\n| 1 | one | shown |\n\n### 1. one\n\nold\n\n## Limits\n"
@@ -48,6 +49,13 @@ def test_a_record_is_not_stamped_for_what_it_does_not_hold(
         run(monkeypatch, folder, "--only", *ids)
     assert stopped.value.code
     assert (folder / "README.md").read_text(encoding="utf-8") == README
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_planted_fault_has_its_place_in_the_source(fault: Any) -> None:
+    source = ROOT / "src" / "hotkv_trio" / fault.file
+    assert source.read_text(encoding="utf-8").count(fault.old) == 1
+    assert fault.new != fault.old
 
 
 def test_no_fault_of_that_name_is_no_success() -> None:
