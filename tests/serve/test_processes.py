@@ -141,6 +141,8 @@ async def test_generate_advises_what_fits(model: Path) -> None:
         assert re.search(said, long.stderr), long.stderr
         full = await call(*route, "--model", str(model), "--prompt", "?" * 200, "--tokens", "200")
         assert re.search(rb"context full: .*\nNext: try a shorter --prompt, fewer --tokens", full.stderr), full.stderr
+        assert len(full.stdout) > 1
+        assert full.stdout.endswith(b"\n")
         larger = build_tiny_gguf(model.parent / "larger.gguf", n_vocab=2000)
         smaller = build_tiny_gguf(model.parent / "smaller.gguf", n_vocab=259)
         for other, size in ((larger, b"2,000"), (smaller, b"259")):

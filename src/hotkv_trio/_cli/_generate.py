@@ -156,12 +156,15 @@ def _told_of_outages() -> Generator[None]:
 async def _stream(route: Route, vocabulary: Vocabulary, given: Sequence[int], n_tokens: int) -> None:
     # A character may be cut between two tokens.
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    async with route.open_session() as session, session.generate(given, n_tokens) as generated:
-        async for token in generated:
-            if vocabulary.is_end(token):
-                break
-            _write(decoder.decode(vocabulary.detokenize([token])))
-    _write(decoder.decode(b"", final=True) + "\n")
+    try:
+        async with route.open_session() as session, session.generate(given, n_tokens) as generated:
+            async for token in generated:
+                if vocabulary.is_end(token):
+                    break
+                _write(decoder.decode(vocabulary.detokenize([token])))
+    finally:
+        # After an error, too: what is said of it begins a line.
+        _write(decoder.decode(b"", final=True) + "\n")
 
 
 def _write(text: str) -> None:
